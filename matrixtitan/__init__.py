@@ -1,0 +1,1 @@
+"""matrixtitan: an LLM pretrainer whose ZeRO-3 shards are whole matrices. Start reading at `train.py`."""

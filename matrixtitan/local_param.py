@@ -1,0 +1,27 @@
+"""LocalParam: one parameter as this rank's optimizer and checkpoint see it, under every strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from matrixtitan.plan.shard import Role
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParam:
+    """The rows of one parameter that this rank holds.
+
+    `tensor` has shape (rows, *full_shape[1:]) and is what `backward` gives a `.grad`; under fsdp2 it is a DTensor of
+    the full shape. `start` is the index of its first row in the full parameter. Scales and roles come from
+    `full_shape` and `block_rows`, never from the local shape.
+    """
+
+    fqn: str
+    tensor: Tensor
+    full_shape: tuple[int, ...]
+    role: Role
+    block_rows: int
+    start: int = 0
+    trainable: bool = True
