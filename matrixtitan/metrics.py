@@ -1,0 +1,352 @@
+"""What a run reports about itself: the log line, TensorBoard's curves, the progress bar.
+
+Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step` at the same steps
+(one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides anything about training. Next file:
+`trainer.py`, which calls it.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+
+from matrixtitan.config import MetricsConfig
+from matrixtitan.log import get_logger
+
+logger = get_logger()
+
+PHASES = ("data", "forward_backward", "optimizer")
+"""The phases of a step that are reported; data waits on the host, the other two run on the device."""
+
+GIB = 2**30
+
+# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets (sparsity off). The first name found in the device's wins.
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2.5e15),
+    ("GB200", 2.5e15),
+    ("B300", 2.25e15),
+    ("B200", 2.25e15),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A40", 149.7e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307.4e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by its name; None for one that the table does not have."""
+    words = f" {device_name.replace('-', ' ')} "
+    for name, flops in PEAK_FLOPS:
+        if f" {name} " in words:
+            return flops
+    return None
+
+
+class PhaseTimer:
+    """Adds up the time of named phases until `take`.
+
+    Phases in `device_phases` are timed on the device where it is CUDA: a pair of events around the phase's kernels,
+    read only at `take`, so that no step waits for the device.
+    """
+
+    def __init__(self, device: torch.device, device_phases: Sequence[str] = ("forward_backward", "optimizer")) -> None:
+        self._cuda_phases = frozenset(device_phases) if device.type == "cuda" else frozenset[str]()
+        self._host_seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name in self._cuda_phases:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._host_seconds[name] = self._host_seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds per phase since the last call. On CUDA waits for the last phase's kernels."""
+        total = {name: 1000 * seconds for name, seconds in self._host_seconds.items()}
+        if self._events:
+            self._events[-1][2].synchronize()
+        for name, start, end in self._events:
+            total[name] = total.get(name, 0.0) + start.elapsed_time(end)
+        self._host_seconds.clear()
+        self._events.clear()
+        return total
+
+
+def memory_figures(device: torch.device) -> dict[str, float]:
+    """Peaks since the last call (CUDA) or since the process began (CPU), by TensorBoard name."""
+    if device.type != "cuda":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"memory/max_rss_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}
+    stats = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/max_active_gib": stats["active_bytes.all.peak"] / GIB,
+        "memory/max_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/alloc_retries": float(stats["num_alloc_retries"]),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """One figure over all ranks."""
+
+    mean: float
+    max: float
+    slowest_rank: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> OverRanks:
+        slowest = max(range(len(values)), key=lambda rank: values[rank])
+        return OverRanks(math.fsum(values) / len(values), values[slowest], slowest)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything reported about one logged step; times are milliseconds per step over the steps since the last log."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rates: Mapping[str, float]
+    tokens_per_second: float
+    mfu: float | None
+    phases: Mapping[str, OverRanks]
+    memory: Mapping[str, float]
+    skipped_steps: int = 0
+
+    def scalars(self) -> dict[str, float]:
+        """The curves of TensorBoard under their fixed names."""
+        curves = {
+            "loss/train": self.loss,
+            "grad_norm": self.grad_norm,
+            **{f"lr/{name}": rate for name, rate in self.learning_rates.items()},
+            "throughput/tokens_per_second": self.tokens_per_second,
+            **self.memory,
+        }
+        if self.mfu is not None:
+            curves["throughput/mfu"] = self.mfu
+        if self.skipped_steps:
+            curves["skipped_steps"] = self.skipped_steps
+        for name, phase in self.phases.items():
+            curves[f"time/{name}_ms"] = phase.mean
+            curves[f"time/{name}_ms_max"] = phase.max
+            curves[f"time/{name}_slowest_rank"] = phase.slowest_rank
+        return curves
+
+    def line(self, total_steps: int) -> str:
+        """The log line: `step 10/200 | loss 7.123456 | ...`."""
+        parts = [
+            f"step {self.step}/{total_steps}",
+            f"loss {self.loss:.6f}",
+            f"grad_norm {self.grad_norm:.6f}",
+            "lr " + " ".join(f"{name} {rate:.3e}" for name, rate in self.learning_rates.items()),
+            f"{self.tokens_per_second:,.0f} tokens/s",
+        ]
+        if self.mfu is not None:
+            parts.append(f"mfu {100 * self.mfu:.1f}%")
+        parts.append(_memory_text(self.memory))
+        for name, phase in self.phases.items():
+            parts.append(f"{name} {phase.mean:.1f} ms (max {phase.max:.1f}, rank {phase.slowest_rank})")
+        if self.skipped_steps:
+            parts.append(f"{self.skipped_steps} steps skipped")
+        return " | ".join(parts)
+
+
+def _memory_text(memory: Mapping[str, float]) -> str:
+    if "memory/max_rss_gib" in memory:
+        return f"memory {memory['memory/max_rss_gib']:.2f} GiB resident"
+    retries = int(memory["memory/alloc_retries"])
+    active, reserved = memory["memory/max_active_gib"], memory["memory/max_reserved_gib"]
+    return f"memory {active:.2f} GiB active, {reserved:.2f} GiB reserved, {retries} retries"
+
+
+class ProgressBar:
+    """One line redrawn in place on a terminal; silent where the stream is not one (`enabled` overrides)."""
+
+    WIDTH = 28
+
+    def __init__(self, total: int, stream: TextIO = sys.stderr, enabled: bool | None = None) -> None:
+        self._total = total
+        self._stream = stream
+        self._enabled = stream.isatty() if enabled is None else enabled
+        self._drawn = False
+
+    def update(self, done: int, text: str = "") -> None:
+        if not self._enabled:
+            return
+        filled = self.WIDTH * done // max(self._total, 1)
+        bar = "#" * filled + "-" * (self.WIDTH - filled)
+        self._stream.write(f"\r\x1b[K[{bar}] {done}/{self._total} {text}")  # \x1b[K: erase what was longer
+        self._stream.flush()
+        self._drawn = True
+
+    def clear(self) -> None:
+        """Call before writing other lines."""
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._drawn = False
+
+
+class Metrics:
+    """Times the phases and writes the reports.
+
+    `flops_per_token` are those of forward and backward. `start_step` is the number of steps already done: a resumed
+    run appends to the same TensorBoard folder, and what an earlier run wrote beyond that step is discarded.
+    `total_steps` is for display.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        dump_folder: Path,
+        *,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        flops_per_token: float,
+        total_steps: int,
+        start_step: int = 0,
+    ) -> None:
+        self.timer = PhaseTimer(device)
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+        self._flops_per_token = flops_per_token
+        self._total_steps = total_steps
+        device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak_flops = config.peak_flops or peak_flops(device_name)
+        if self._peak_flops is None and rank == 0:
+            logger.info("MFU is left out: no peak FLOP/s known for %r; metrics.peak_flops sets it", device_name)
+        self._writer: SummaryWriter | None = None
+        if config.enable_tensorboard and rank == 0:
+            folder = dump_folder / config.save_tb_folder
+            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+            logger.info("TensorBoard: tensorboard --logdir %s", folder)
+        self._bar = ProgressBar(total_steps, enabled=None if rank == 0 else False)
+        self._bar_text = ""
+        self._logged_step = start_step
+        self._window_start = time.perf_counter()
+
+    def begin(self) -> None:
+        """Start the clock: just before the first step, so that building the model does not count."""
+        self._window_start = time.perf_counter()
+
+    def progress(self, step: int) -> None:
+        """Redraw the progress bar after `step`."""
+        self._bar.update(step, self._bar_text)
+
+    def log_step(
+        self,
+        step: int,
+        *,
+        local_loss: float,
+        grad_norm: float,
+        learning_rates: Mapping[str, float],
+        tokens_per_step: int,
+        skipped_steps: int = 0,
+    ) -> StepReport:
+        """Collective. `local_loss` is this rank's share of the loss (the shares add up); the rest is global already."""
+        times = self.timer.take()
+        steps = step - self._logged_step
+        paused = (times.get("validation", 0.0) + times.get("checkpoint", 0.0)) / 1000
+        seconds = max(time.perf_counter() - self._window_start - paused, 1e-9)
+        memory = memory_figures(self._device)
+        mine = [local_loss, *(times.get(phase, 0.0) / steps for phase in PHASES), *memory.values()]
+        columns = self._gather_columns(mine)
+
+        tokens_per_second = tokens_per_step * steps / seconds
+        mfu = None
+        if self._peak_flops:
+            mfu = tokens_per_second * self._flops_per_token / (self._world_size * self._peak_flops)
+        report = StepReport(
+            step=step,
+            loss=math.fsum(columns[0]) if all(map(math.isfinite, columns[0])) else math.nan,
+            grad_norm=grad_norm,
+            learning_rates=learning_rates,
+            tokens_per_second=tokens_per_second,
+            mfu=mfu,
+            phases={name: OverRanks.of(column) for name, column in zip(PHASES, columns[1:], strict=False)},
+            memory={
+                name: max(column) for name, column in zip(memory, columns[1 + len(PHASES) :], strict=True)
+            },
+            skipped_steps=skipped_steps,
+        )
+        self._write(step, report.scalars())
+        self._say(report.line(self._total_steps))
+        self._bar_text = f"loss {report.loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+        self._logged_step = step
+        self._window_start = time.perf_counter()
+        return report
+
+    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+        """`loss` is the mean over `tokens` held-out tokens after `step` steps."""
+        self._write(step, {"loss/validation": loss})
+        self._say(f"step {step}/{self._total_steps} | validation loss {loss:.6f} over {tokens:,} tokens")
+
+    def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Further curves, for example the pause of a save."""
+        self._write(step, scalars)
+
+    def log_text(self, tag: str, text: str) -> None:
+        """A text shown as it is in TensorBoard: the config, the plan."""
+        if self._writer:
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # four spaces: a Markdown code block
+            self._writer.add_text(tag, indented)
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._bar.clear()
+        if self._writer:
+            self._writer.close()
+
+    def _gather_columns(self, mine: Sequence[float]) -> list[list[float]]:
+        """Every rank's figures: result[figure][rank]."""
+        row = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        rows = [torch.empty_like(row) for _ in range(self._world_size)]
+        dist.all_gather(rows, row)
+        table: list[list[float]] = torch.stack(rows).T.tolist()
+        return table
+
+    def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self._writer:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # a killed run loses no logged step
+
+    def _say(self, line: str) -> None:
+        self._bar.clear()
+        if self._rank == 0:
+            logger.info(line)

@@ -1,0 +1,134 @@
+"""The full-matrix reference: PyTorch's DistributedDataParallel, every rank holding and stepping every weight.
+
+Owns the wrapping (gradients summed, not averaged; names without a prefix) and nothing else: the optimizers are the same
+full-matrix ones on every rank and the clipping norm needs no collective. Next file: `matrix_fsdp.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from matrixtitan.local_param import LocalParam
+from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.strategies.base import DataParallel, InitRows
+
+CommHook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[Tensor]]
+
+
+def _sum_gradients(reduce_dtype: torch.dtype) -> CommHook:
+    """DDP divides by the world size; the loss is divided by the global token count already, so we only sum."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer.to(reduce_dtype)  # the bucket itself where the dtypes agree
+        work = dist.all_reduce(sent, group=group, async_op=True)
+
+        def write_back(_: torch.futures.Future[list[Tensor]]) -> Tensor:
+            return buffer if sent is buffer else buffer.copy_(sent)
+
+        return work.get_future().then(write_back)
+
+    return hook
+
+
+class _Autocast(nn.Module):
+    """Runs the model with its matrix products in `dtype`; the weights stay as they are stored.
+
+    Autocast rather than cast weights: checkpointed blocks recompute under it too.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+        super().__init__()
+        self.inner = model
+        self._dtype = dtype
+        self._device_type = device_type
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        with torch.autocast(self._device_type, dtype=self._dtype):
+            output: Tensor = self.inner(*args, **kwargs)
+        return output
+
+
+class DDP(DataParallel):
+    """Every rank holds the whole model; gradients are all-reduced (summed) bucket by bucket during backward.
+
+    `model` may be on the meta device: `materialize` allocates it and only then wraps it, so `self.model` is the bare
+    model before and the wrapped one after. `specs` names every parameter's role and block rows. Where `param_dtype`
+    differs from the stored dtype the forward runs under autocast. `reduce_dtype` is the dtype on the wire.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[ParamSpec],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self._inner = model
+        self._specs = {spec.fqn: spec for spec in specs}
+        self._group = group
+        self._device = device
+        self._dtype = dtype
+        self._param_dtype = param_dtype or dtype
+        self._reduce_dtype = reduce_dtype or dtype
+        missing = [name for name, _ in model.named_parameters() if name not in self._specs]
+        if missing:
+            raise ValueError(f"no ParamSpec for {missing}: every parameter needs one")
+
+    def materialize(self, init_rows: InitRows | None) -> None:
+        if self.model is not self._inner:
+            raise RuntimeError("materialize was called twice: the model is wrapped already")
+        self._inner.to_empty(device=self._device)
+        with torch.no_grad():
+            for name, parameter in self._inner.named_parameters():
+                if name not in self._specs:
+                    raise RuntimeError(f"{name} appeared with materialization: a weight registered in two modules")
+                parameter.data = parameter.data.to(self._dtype)  # parameters only: buffers keep their own dtype
+                if init_rows is not None:
+                    init_rows(name, tuple(parameter.shape), 0, parameter.data)
+        wrapped = self._inner
+        if self._param_dtype != self._dtype:
+            wrapped = _Autocast(self._inner, self._param_dtype, self._device.type)
+        ddp = DistributedDataParallel(
+            wrapped,
+            process_group=self._group,
+            broadcast_buffers=False,  # the only buffers are tables that every rank computes alike
+            init_sync=False,  # init_rows and a checkpoint give every rank the same weights
+            gradient_as_bucket_view=True,
+        )
+        ddp.register_comm_hook(ddp.process_group, _sum_gradients(self._reduce_dtype))
+        self.model = ddp
+
+    def set_reduce_gradients(self, reduce: bool) -> None:
+        """False until the last microbatch: DDP reduces what has accumulated, so reducing twice would count twice."""
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("materialize the model before training it")
+        self.model.require_backward_grad_sync = reduce  # what DDP.no_sync() sets; read in forward
+
+    def local_parameters(self) -> list[LocalParam]:
+        return [
+            LocalParam(
+                name,
+                parameter,
+                tuple(parameter.shape),
+                self._specs[name].role,
+                self._specs[name].block_rows,
+                trainable=parameter.requires_grad,
+            )
+            for name, parameter in self._inner.named_parameters()
+        ]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        gradients = [p.grad for p in self._inner.parameters() if p.grad is not None]
+        return clip_grad_norm_(gradients, max_norm, None)
