@@ -1,0 +1,312 @@
+"""Run a command once per emulated host, each behind its own rate-limited link, on this one machine.
+
+    python tools/netlab.py --nodes 8 --rate 10mbit -- python tools/bench.py --config train_configs/bench_netlab.toml
+
+Owns the emulated network: one namespace per host, one for the switch (a bridge), a veth pair per host with a token
+bucket at both ends. The command finds RANK, WORLD_SIZE, MASTER_ADDR and the rest set, as under torchrun with one rank
+per host. It never touches an interface outside the namespaces that it made, and a guardian process removes those
+even if this one is killed. Next: `tools/bench.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+SEARCH_PATH = (
+    os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+)  # tc is often outside a user's PATH
+MASTER_PORT = 29500
+BUCKET_BYTES = (
+    16 * 1024
+)  # small against a message, large against a packet; the kernel segments larger ones
+QUEUE_MS = 500  # deep enough that a switch port does not drop when every host sends to one
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes through one host's link: `sent` by the host, `received` by it."""
+
+    sent: int
+    received: int
+
+
+class Netlab:
+    """The namespaces, bridge and links of one run; names carry a random id, so runs side by side do not clash."""
+
+    def __init__(self, nodes: int, rate: str) -> None:
+        if not 1 <= nodes <= 250:
+            raise ValueError(f"--nodes {nodes}: from 1 to 250 hosts fit the emulated network")
+        self.rate = rate
+        self.prefix = f"mtlab-{os.getpid()}-{secrets.token_hex(3)}"
+        self.switch = f"{self.prefix}-switch"
+        self.hosts = [f"{self.prefix}-{index}" for index in range(nodes)]
+
+    def address(self, index: int) -> str:
+        return f"10.77.0.{index + 1}"
+
+    def build(self) -> None:
+        """Make the switch and a link to every host."""
+        _ip("netns", "add", self.switch)
+        _ip("-n", self.switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", self.switch, "link", "set", "bridge0", "up")
+        for index, host in enumerate(self.hosts):
+            port = f"port{index}"
+            _ip("netns", "add", host)
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", host)
+            _ip("-n", self.switch, "link", "add", port, *peer)
+            _ip("-n", self.switch, "link", "set", port, "master", "bridge0")
+            for namespace, device in ((host, "eth0"), (self.switch, port)):
+                # no IPv6 address: its neighbour discovery would show up in the counters
+                _ip("-n", namespace, "link", "set", device, "addrgenmode", "none")
+            _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("-n", self.switch, "link", "set", port, "up")
+            self._limit(host, "eth0")
+            self._limit(self.switch, port)
+
+    def _limit(self, namespace: str, device: str) -> None:
+        bucket = ("rate", self.rate, "burst", str(BUCKET_BYTES), "latency", f"{QUEUE_MS}ms")
+        _checked(
+            [_program("tc"), "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket]
+        )
+
+    def counters(self) -> list[LinkBytes]:
+        """Bytes through each host's link since it was made, headers included."""
+        links = []
+        for host in self.hosts:
+            text = _ip("-n", host, "-s", "-j", "link", "show", "dev", "eth0")
+            stats = json.loads(text)[0]["stats64"]
+            links.append(LinkBytes(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+        return links
+
+    def environment(self, index: int) -> dict[str, str]:
+        """The rendezvous variables of one host, as torchrun sets them."""
+        return {
+            "RANK": str(index),
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": str(index),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TP_SOCKET_IFNAME": "eth0",
+            "NCCL_SOCKET_IFNAME": "eth0",
+            "NETLAB_RATE": self.rate,
+        }
+
+    def start(self, index: int, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Start the command on one host, in a process group of its own."""
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            [_program("ip"), "netns", "exec", self.hosts[index], *command],
+            env={**defaults, **os.environ, **self.environment(index)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+
+def remove_namespaces(prefix: str) -> list[str]:
+    """Kill what runs in the namespaces of one run, delete them (their links go with them), return their names."""
+    names = [name for name in list_namespaces() if name.startswith(f"{prefix}-")]
+    for name in names:
+        for pid in _ip("netns", "pids", name).split():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it ended between the two lines
+        _ip("netns", "delete", name)
+    return names
+
+
+def list_namespaces() -> list[str]:
+    """Names of all network namespaces that iproute2 knows."""
+    return [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
+
+
+@contextmanager
+def laboratory(nodes: int, rate: str) -> Iterator[Netlab]:
+    """A built Netlab; whatever happens inside, its namespaces are gone afterwards."""
+    lab = Netlab(nodes, rate)
+    with _guardian(lab.prefix):
+        try:
+            lab.build()
+            yield lab
+        finally:
+            remove_namespaces(lab.prefix)
+
+
+@contextmanager
+def _guardian(prefix: str) -> Iterator[None]:
+    """A child that cleans up when this process is gone, however it went: it waits for the end of a pipe."""
+    code = (
+        "import sys; sys.stdin.read(); sys.path.insert(0, sys.argv[1]); import netlab; "
+        "netlab.remove_namespaces(sys.argv[2])"
+    )
+    guardian = subprocess.Popen(
+        [sys.executable, "-c", code, str(Path(__file__).resolve().parent), prefix],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C at the terminal must not reach it
+    )
+    assert guardian.stdin is not None
+    try:
+        yield
+    finally:
+        guardian.stdin.close()
+        guardian.wait()
+
+
+def run(lab: Netlab, command: Sequence[str]) -> int:
+    """Run the command on every host until all ended; the first failure stops the others and is returned."""
+    processes = [lab.start(index, command) for index in range(len(lab.hosts))]
+    readers = []
+    for index, process in enumerate(processes):
+        assert process.stdout is not None
+        prefix = "" if index == 0 else f"[{index}] "
+        reader = threading.Thread(target=_copy_lines, args=(process.stdout, prefix), daemon=True)
+        reader.start()
+        readers.append(reader)
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [(index, code) for index, code in enumerate(codes) if code]
+            if failed or None not in codes:
+                break
+            time.sleep(0.05)
+    finally:
+        _stop(processes)
+        for reader in readers:
+            reader.join(STOP_GRACE_S)
+    for index, code in failed:
+        print(f"netlab: the command failed on host {index} with exit code {code}", file=sys.stderr)
+    return failed[0][1] if failed else 0
+
+
+def _copy_lines(stream: IO[str], prefix: str) -> None:
+    for line in stream:
+        sys.stdout.write(prefix + line)
+        sys.stdout.flush()
+
+
+def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """End the process groups that still run: politely first."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        running = [process for process in processes if process.poll() is None]
+        for process in running:
+            os.killpg(process.pid, sign)
+        deadline = time.monotonic() + STOP_GRACE_S
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue  # the next signal, or the namespace's removal, ends it
+
+
+def _program(name: str) -> str:
+    path = shutil.which(name, path=SEARCH_PATH)
+    if path is None:
+        raise RuntimeError(f"netlab needs `{name}`: install iproute2")
+    return path
+
+
+def _ip(*arguments: str) -> str:
+    return _checked([_program("ip"), *arguments])
+
+
+def _checked(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def check_requirements() -> None:
+    """Raise RuntimeError naming what is missing: root, `ip` or `tc`."""
+    if os.geteuid() != 0:
+        raise RuntimeError(
+            "netlab needs root to make network namespaces: run it with sudo or in a root container"
+        )
+    _program("ip")
+    _program("tc")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="emulated hosts, one rank each")
+    parser.add_argument(
+        "--rate", required=True, help="each link's rate in each direction, as tc spells it: 10mbit"
+    )
+    parser.add_argument("--counters", type=Path, help="write each link's bytes to this JSON file")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND and its arguments")
+    arguments = parser.parse_args(argv)
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
+    if not arguments.command:
+        parser.error("no command: put `-- COMMAND` at the end")
+    return arguments
+
+
+def report(before: Sequence[LinkBytes], after: Sequence[LinkBytes], path: Path | None) -> None:
+    """Print what crossed each link, and write it where asked."""
+    moved = [
+        LinkBytes(a.sent - b.sent, a.received - b.received)
+        for a, b in zip(after, before, strict=True)
+    ]
+    for index, link in enumerate(moved):
+        print(
+            f"netlab: host {index} sent {link.sent:,} received {link.received:,} bytes",
+            file=sys.stderr,
+        )
+    if path is not None:
+        path.write_text(
+            json.dumps([{"sent": link.sent, "received": link.received} for link in moved]) + "\n"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+
+    def interrupted(number: int, frame: object) -> None:
+        raise KeyboardInterrupt  # SIGTERM and a closed terminal clean up like Ctrl-C
+
+    signal.signal(signal.SIGTERM, interrupted)
+    signal.signal(signal.SIGHUP, interrupted)
+    try:
+        check_requirements()
+        with laboratory(arguments.nodes, arguments.rate) as lab:
+            before = lab.counters()
+            code = run(lab, arguments.command)
+            report(before, lab.counters(), arguments.counters)
+            return code
+    except (RuntimeError, ValueError) as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("netlab: interrupted; everything it made is removed", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
