@@ -1,0 +1,8 @@
+"""Optimizers for matrices that one rank holds whole, and what the trainer needs around them.
+
+`Muon`, `Shampoo` and `SOAP` are plain `torch.optim.Optimizer` classes. Read `muon.py` first, then `build.py`.
+"""
+
+from matrixtitan.optim.muon import Muon
+
+__all__ = ["Muon"]

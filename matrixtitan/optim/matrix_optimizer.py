@@ -1,0 +1,113 @@
+"""The step loop that Muon, Shampoo and SOAP share: which tensors a step touches, how they are cut into matrices.
+
+Owns input checks, state allocation and the cut into blocks. It holds no update rule (see `muon.py`, `shampoo.py`,
+`soap.py`) and never communicates: a parameter is a plain tensor that is here whole, or it is not here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ParamGroup = dict[str, Any]
+
+
+class MatrixOptimizer(torch.optim.Optimizer, ABC):
+    """Base of the matrix optimizers: parameters are matrices (R, C) or stacks of them (E, R, C).
+
+    Every slice of a stack is a matrix of its own. A group's `block_rows`, where the rule allows it, cuts a matrix
+    into blocks of so many rows (attention heads) that are matrices of their own too. Tensors with zero rows, a
+    parameter that another rank owns, are passed over.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: ParamGroup) -> None:
+        super().__init__(params, {"block_rows": None, **defaults})
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group; ValueError where an option or a parameter's shape cannot be."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_range("lr", group["lr"], 0.0)
+        check_range("weight_decay", group["weight_decay"], 0.0)
+        for name, param in named_params(group):
+            if param.ndim not in (2, 3):
+                raise ValueError(
+                    f"{name} has shape {tuple(param.shape)}; {type(self).__name__} takes matrices (R, C) and stacks of "
+                    "them (E, R, C): give it to AdamW"
+                )
+            if param.is_complex():
+                raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
+            block_rows = group["block_rows"]
+            if block_rows is not None and param.ndim == 2 and param.size(0) % block_rows:
+                raise ValueError(f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows")
+        self.check_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Returns what `closure` returned, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            ready = []
+            for name, param in named_params(group):
+                if param.grad is None or param.numel() == 0:
+                    continue
+                if param.grad.is_sparse:
+                    raise RuntimeError(f"{name} has a sparse gradient; {type(self).__name__} needs dense ones")
+                self.allocate(param, group)
+                ready.append(param)
+            self.update(ready, group)
+        return loss
+
+    def allocate_state(self) -> None:
+        """Allocate the state of every parameter from its shape, so that a checkpoint can be loaded in place.
+
+        State that exists is left as it is.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.numel():
+                    self.allocate(param, group)
+
+    def allocate(self, param: Tensor, group: ParamGroup) -> None:
+        """Allocate one parameter's state unless it exists."""
+        if not self.state[param]:
+            self.state[param].update(self.initial_state(param, group))
+
+    @abstractmethod
+    def check_group(self, group: ParamGroup) -> None:
+        """Raise ValueError where the group's options cannot be."""
+
+    @abstractmethod
+    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        """The state of a parameter that has taken no step, all of it tensors."""
+
+    @abstractmethod
+    def update(self, params: list[Tensor], group: ParamGroup) -> None:
+        """One step of the rule for parameters of one group that have gradients and state."""
+
+
+def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:
+    """A group's (name, parameter) pairs; "parameter i" where it was given without names."""
+    params = group["params"]
+    names = group.get("param_names") or [f"parameter {i}" for i in range(len(params))]
+    return list(zip(names, params, strict=True))
+
+
+def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
+    """A view of `tensor` whose last two dims are a matrix: (R, C) and (E, R, C) as they are, blocks as (B, rows, C)."""
+    if tensor.ndim == 2 and block_rows is not None and block_rows != tensor.size(0):
+        return tensor.unflatten(0, (-1, block_rows))
+    return tensor
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf"), *, open_high: bool = False) -> None:
+    """ValueError unless low <= value <= high, or < high with `open_high`."""
+    if not low <= value <= high or (open_high and value == high):
+        raise ValueError(f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}")

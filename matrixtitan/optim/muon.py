@@ -1,0 +1,154 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz. https://kellerjordan.github.io/posts/muon/
+
+Owns the optimizer class and the pure pieces it is made of (`momentum_update`, `learning_rate_scale`), which other
+data-parallel strategies reuse on matrices that they gathered. It never communicates. Next: `newton_schulz.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices, check_range
+from matrixtitan.optim.newton_schulz import (
+    Arithmetic,
+    Dtype,
+    Form,
+    NewtonSchulz,
+    make_newton_schulz,
+    orthogonalize,
+)
+
+Scale = Literal["original", "match_rms_adamw", "spectral"]
+
+BATCH_ELEMENTS = 1 << 26
+"""Updates alive at once: bounds the step's extra memory to 256 MB in float32 (or one matrix, where that is larger)."""
+
+
+class Muon(MatrixOptimizer):
+    """Muon over matrices (R, C) and stacks of them (E, R, C).
+
+    buffer = lerp(buffer, grad, 1 - momentum); update = lerp(grad, buffer, momentum) with `nesterov`, else the buffer;
+    param = (1 - lr weight_decay) param - lr scale(R, C) orthogonalize(update).
+
+    `scale`: "original" sqrt(max(1, R/C)), "match_rms_adamw" 0.2 sqrt(max(R, C)) (https://arxiv.org/abs/2502.16982),
+    "spectral" sqrt(R/C) (https://arxiv.org/abs/2310.17813); R and C are those of the matrix that is orthogonalised:
+    a slice of a stack, or a block where the group has `block_rows`. For `ns_coefficients`, `ns_dtype`, `ns_form`,
+    `ns_arithmetic` and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that cannot be.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
+        eps: float = 1e-7,
+        scale: Scale = "original",
+        ns_dtype: Dtype = "auto",
+        ns_form: Form = "auto",
+        ns_arithmetic: Arithmetic = "fused",
+        batch: bool = True,
+        block_rows: int | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_steps": ns_steps,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "scale": scale,
+                "ns_dtype": ns_dtype,
+                "ns_form": ns_form,
+                "ns_arithmetic": ns_arithmetic,
+                "batch": batch,
+                "block_rows": block_rows,
+            },
+        )
+
+    def check_group(self, group: ParamGroup) -> None:
+        check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
+        learning_rate_scale(group["scale"], 1, 1)
+        _newton_schulz(group)
+
+    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.preserve_format)}
+
+    def update(self, params: list[Tensor], group: ParamGroup) -> None:
+        settings = _newton_schulz(group)
+        for batch in _batches(params):
+            updates = []
+            for param in batch:
+                assert param.grad is not None
+                buffer = self.state[param]["momentum_buffer"]
+                update = momentum_update(param.grad, buffer, group["momentum"], group["nesterov"])
+                updates.append(as_matrices(update, group["block_rows"]))
+            for param, update in zip(batch, orthogonalize(updates, settings), strict=True):
+                _apply(param, update, group)
+
+
+def momentum_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: bool) -> Tensor:
+    """Advance `buffer` in place to the average with weight 1 - momentum on `grad`; return what to orthogonalise.
+
+    Elementwise, so it may be applied to a shard of rows. The result may be `buffer` itself: do not change it.
+    """
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum) if nesterov else buffer
+
+
+def learning_rate_scale(scale: str, rows: int, cols: int) -> float:
+    """What lr is multiplied by for a matrix of the full logical shape (rows, cols). ValueError for an unknown name."""
+    if scale == "original":
+        return sqrt(max(1, rows / cols))
+    if scale == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, cols))
+    if scale == "spectral":
+        return sqrt(rows / cols)
+    raise ValueError(f"scale is {scale!r}; choose one of {', '.join(get_args(Scale))}")
+
+
+def _newton_schulz(group: ParamGroup) -> NewtonSchulz:
+    return make_newton_schulz(
+        group["ns_coefficients"],
+        group["ns_steps"],
+        eps=group["eps"],
+        dtype=group["ns_dtype"],
+        form=group["ns_form"],
+        arithmetic=group["ns_arithmetic"],
+        batch=group["batch"],
+    )
+
+
+def _batches(params: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters of equal shape together, in order of first appearance, at most BATCH_ELEMENTS elements a batch."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for param in params:
+        by_shape.setdefault(param.shape, []).append(param)
+    batches = []
+    for shape, equal in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // shape.numel())
+        batches += [equal[start : start + size] for start in range(0, len(equal), size)]
+    return batches
+
+
+def _apply(param: Tensor, update: Tensor, group: ParamGroup) -> None:
+    """Decay with the plain lr, then the update with the scaled one."""
+    lr = group["lr"]
+    scale = learning_rate_scale(group["scale"], *update.shape[-2:])
+    if group["weight_decay"]:
+        param.mul_(1 - lr * group["weight_decay"])
+    if group["ns_arithmetic"] == "separate":  # KellerJordan/Muon scales the update in the iteration's dtype
+        param.add_(update.mul_(scale).view_as(param), alpha=-lr)
+    else:
+        param.add_(update.reshape(param.shape), alpha=-(lr * scale))

@@ -1,0 +1,306 @@
+"""Newton-Schulz orthogonalisation: pure functions from matrices to matrices.
+
+Owns the coefficient sets, the two forms of the iteration (standard, and Gram with its restart), products with
+symmetric results computed by halves, and batching of equal shapes. Which form a shape takes comes from
+`newton_schulz_table.py`, a fixed table that `tools/ns_table.py` measured: never from timing, so a run can be repeated.
+It holds no state, steps no parameter and never communicates. Next: `muon.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BLOCKED_TABLE
+
+Triple = tuple[float, float, float]
+Form = Literal["auto", "standard", "gram"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+Arithmetic = Literal["fused", "separate"]
+
+QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
+"""Steepest slope at zero that still maps (0, 1] near 1: https://kellerjordan.github.io/posts/muon/"""
+
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""The best polynomial for each step, for singular values in [1e-3, 1]: https://arxiv.org/abs/2505.16932"""
+
+POLAR_EXPRESS_SAFETY = 1.01
+"""Each polynomial but the last is stretched by it, so that a value rounded above 1 is not thrown out of range."""
+
+FIRST_RESTART = 2
+RESTART_EVERY = 3
+"""Steps of the Gram form before its first restart and between later ones. In bfloat16 the Gram matrix of a low-rank
+input has eigenvalues of about -1e-3 where the exact ones are 0, and each update of it multiplies them by a^2 (12 for
+the quintic, 69 for Polar Express' first). Multiplying the polynomial into X and forming X X^T anew makes them small
+again before they pass 1. Two chunks do for the usual 5 steps: https://tridao.me/blog/2026/gram-newton-schulz/"""
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """How to orthogonalise. `coefficients` holds one (a, b, c) per step; X becomes a X + (b A + c A^2) X, A = X X^T.
+
+    `norm_margin` multiplies the Frobenius norm that the input is divided by. `arithmetic` is the order of rounding:
+    "fused" is torch.optim.Muon's (one rounding per addmm), "separate" that of KellerJordan/Muon (one per operation,
+    standard form only); it matters in bfloat16. With `batch` off every matrix is multiplied alone, so results do not
+    depend on what else a rank owns, to the bit.
+    """
+
+    coefficients: tuple[Triple, ...] = (QUINTIC,) * 5
+    eps: float = 1e-7
+    norm_margin: float = 1.0
+    dtype: Dtype = "auto"
+    form: Form = "auto"
+    arithmetic: Arithmetic = "fused"
+    batch: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("ns_dtype", self.dtype, get_args(Dtype)),
+            ("ns_form", self.form, get_args(Form)),
+            ("ns_arithmetic", self.arithmetic, get_args(Arithmetic)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        if self.arithmetic == "separate" and self.form == "gram":
+            raise ValueError('ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"')
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """float32 on the CPU, where bfloat16 products are up to 100 times slower; bfloat16 elsewhere."""
+        if self.dtype == "auto":
+            return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+
+def make_newton_schulz(
+    coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
+    steps: int = 5,
+    *,
+    eps: float = 1e-7,
+    dtype: Dtype = "auto",
+    form: Form = "auto",
+    arithmetic: Arithmetic = "fused",
+    batch: bool = True,
+) -> NewtonSchulz:
+    """Settings from what a user writes: a set's name, one triple for every step, or a list of triples, one per step.
+
+    Where a list is shorter than `steps` its last triple is repeated. Raises ValueError for anything else.
+    """
+    if not 1 <= steps < 100:
+        raise ValueError(f"ns_steps is {steps}; it must be from 1 to 99")
+    margin = POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1.0
+    triples = _triples(coefficients)
+    padded = (triples + triples[-1:] * steps)[:steps]
+    return NewtonSchulz(padded, eps, margin, dtype, form, arithmetic, batch)
+
+
+def _triples(coefficients: str | Sequence[float] | Sequence[Sequence[float]]) -> tuple[Triple, ...]:
+    if coefficients == "quintic":
+        return (QUINTIC,)
+    if coefficients == "polar_express":
+        s = POLAR_EXPRESS_SAFETY
+        return (*((a / s, b / s**3, c / s**5) for a, b, c in POLAR_EXPRESS[:-1]), POLAR_EXPRESS[-1])
+    if not isinstance(coefficients, str) and coefficients:
+        rows = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
+        if all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
+            return tuple((float(a), float(b), float(c)) for a, b, c in rows)  # type: ignore[union-attr, misc]
+    raise ValueError(
+        f"ns_coefficients is {coefficients!r}; give 'quintic', 'polar_express', three numbers, or a list of threes"
+    )
+
+
+def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Tensor]:
+    """The nearest semi-orthogonal matrix, roughly, of each matrix (R, C) or of each slice of a stack (E, R, C).
+
+    Singular values land in about [0.7, 1.2] with the quintic coefficients. Results come in the order given, of the
+    same shapes, in the dtype of the iteration. Equal shapes are multiplied as one batch where the table says that it
+    is faster. Inputs are not changed.
+    """
+    results: list[Tensor | None] = [None] * len(matrices)
+    for indices in _equal_shapes(matrices):
+        group = [matrices[i] for i in indices]
+        for i, result in zip(indices, _orthogonalize_equal(group, settings), strict=True):
+            results[i] = result
+    return [result for result in results if result is not None]
+
+
+def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
+    """`orthogonalize` of one tensor whose last two dims are the matrix; leading dims, if any, are one batch."""
+    x = matrix.to(settings.compute_dtype(matrix.device), copy=True)
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    if settings.arithmetic == "separate":
+        x = _standard_separate(x, settings)
+    else:
+        x = _normalize(x, settings)
+        plan = choose_form(x, settings.form)
+        iterate = _gram if plan.form == "gram" else _standard
+        x = iterate(x, settings.coefficients, plan.blocks)
+    return x.mT if tall else x
+
+
+class FormChoice(NamedTuple):
+    """The form of the iteration, and into how many row blocks a symmetric product is cut (1: computed whole)."""
+
+    form: Literal["standard", "gram"]
+    blocks: int
+
+
+def choose_form(x: Tensor, form: Form) -> FormChoice:
+    """What to do with x (..., R, C), R <= C: from the measured table on the CPU, by FLOPs elsewhere.
+
+    With whole products a step costs (2 C/R + 1) units of 2 R^3 in the standard form; the Gram form costs 14 + 4 C/R
+    for five steps, so it wins from C/R of 1.5.
+    """
+    rows, cols = x.shape[-2:]
+    ratio = cols / max(rows, 1)
+    choice = FormChoice("gram" if ratio > 1.5 else "standard", 1)
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        choice = FormChoice(*_look_up(rows, ratio, x.ndim > 2))
+    return choice if form == "auto" else FormChoice(form, choice.blocks)
+
+
+def _look_up(rows: int, ratio: float, batched: bool) -> tuple[Literal["standard", "gram"], int]:
+    """The table's entry for the largest measured size and ratio not above the given ones."""
+    by_ratio = BLOCKED_TABLE[max((size for size in BLOCKED_TABLE if size <= rows), default=min(BLOCKED_TABLE))]
+    form, blocks = by_ratio[max((r for r in by_ratio if r <= ratio), default=min(by_ratio))]
+    return form, 1 if batched else blocks
+
+
+def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the matrices grouped by shape, dtype and device, in order of first appearance."""
+    groups: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        groups.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
+    return list(groups.values())
+
+
+def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Tensor]:
+    first = group[0]
+    if settings.batch and _batch_pays(first):
+        if len(group) == 1:
+            return [orthogonalize_one(first, settings)]
+        if first.ndim == 2:
+            return list(orthogonalize_one(torch.stack(group), settings).unbind())
+        joined = orthogonalize_one(torch.cat(group), settings)
+        return list(joined.split(first.size(0)))
+    if first.ndim == 2:
+        return [orthogonalize_one(matrix, settings) for matrix in group]
+    return [torch.stack([orthogonalize_one(slice_, settings) for slice_ in stack]) for stack in group]
+
+
+def _batch_pays(matrix: Tensor) -> bool:
+    """Small products are launched together; large ones fill the device alone, and a batch would only take memory."""
+    limit = BATCH_LIMIT["cpu" if matrix.device.type == "cpu" else "cuda"]
+    return min(matrix.shape[-2:]) <= limit
+
+
+def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
+    """x in place over its Frobenius norm, which bounds the spectral norm by 1."""
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    if settings.norm_margin != 1.0:
+        norm = norm * settings.norm_margin
+    return x.div_(norm.clamp(min=settings.eps))
+
+
+def _standard(x: Tensor, coefficients: Sequence[Triple], blocks: int) -> Tensor:
+    gram = x.new_empty(*x.shape[:-1], x.size(-2))
+    update = torch.empty_like(gram)
+    spare = torch.empty_like(x)
+    for a, b, c in coefficients:
+        symmetric_product(x, x.mT, out=gram, blocks=blocks)
+        symmetric_product(gram, gram, out=update, blocks=blocks, add=gram, beta=b, alpha=c)
+        _add_product(x, update, x, beta=a, alpha=1.0, out=spare)
+        x, spare = spare, x
+    return x
+
+
+def _gram(x: Tensor, coefficients: Sequence[Triple], blocks: int) -> Tensor:
+    """Iterate on the Gram matrix G = X X^T (R, R) alone, collect the polynomial Q, and apply it: X = Q X.
+
+    Every factor is a polynomial in G, so all of them commute and every product is symmetric. With Z = b G + c G^2 a
+    step is Q = a Q + Q Z and G = (a I + Z) G (a I + Z). See the restart's constants for why it is done in chunks.
+    """
+    gram = x.new_empty(*x.shape[:-1], x.size(-2))
+    poly, z, spare = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(gram)
+    for chunk in _chunks(coefficients):
+        symmetric_product(x, x.mT, out=gram, blocks=blocks)
+        for i, (a, b, c) in enumerate(chunk):
+            symmetric_product(gram, gram, out=z, blocks=blocks, add=gram, beta=b, alpha=c)
+            if i == 0:
+                poly.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                symmetric_product(poly, z, out=spare, blocks=blocks, add=poly, beta=a)
+                poly, spare = spare, poly
+            if i + 1 < len(chunk):
+                symmetric_product(gram, z, out=spare, blocks=blocks, add=gram, beta=a)
+                symmetric_product(spare, z, out=gram, blocks=blocks, add=spare, beta=a)
+        x = torch.matmul(poly, x, out=torch.empty_like(x))
+    return x
+
+
+def _chunks(coefficients: Sequence[Triple]) -> list[Sequence[Triple]]:
+    """The steps between restarts."""
+    chunks = [coefficients[:FIRST_RESTART]]
+    for start in range(FIRST_RESTART, len(coefficients), RESTART_EVERY):
+        chunks.append(coefficients[start : start + RESTART_EVERY])
+    return chunks
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    *,
+    out: Tensor,
+    blocks: int,
+    add: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    """out = beta add + alpha left @ right, (..., R, R), where the caller knows that the result is symmetric.
+
+    With `blocks` > 1 only the block rows up to the diagonal are multiplied, (blocks + 1) / (2 blocks) of the FLOPs,
+    and the rest is mirrored. `out` must be none of the operands.
+    """
+    size = left.size(-2)
+    bounds = [size * i // blocks for i in range(blocks + 1)]
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        strip, rows, columns = out[..., start:stop, :stop], left[..., start:stop, :], right[..., :, :stop]
+        if add is None:
+            torch.matmul(rows, columns, out=strip)
+        else:
+            _add_product(add[..., start:stop, :stop], rows, columns, beta=beta, alpha=alpha, out=strip)
+        if start:
+            out[..., :start, start:stop].copy_(out[..., start:stop, :start].mT)
+    return out
+
+
+def _add_product(add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
+    """out = beta add + alpha left @ right, for matrices or batches of them."""
+    if left.ndim == 2:
+        torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
+    else:
+        torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _standard_separate(x: Tensor, settings: NewtonSchulz) -> Tensor:
+    """The standard form with one rounding per operation."""
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * settings.norm_margin + settings.eps)
+    for a, b, c in settings.coefficients:
+        gram = x @ x.mT
+        update = b * gram + c * gram @ gram
+        x = a * x + update @ x
+    return x
