@@ -1,0 +1,418 @@
+"""What a placement costs, by formula: resident bytes, optimizer FLOPs, bytes sent, transport times.
+
+Owns every formula that the planner, the tools and `transport = "auto"` use. Nothing measured enters, so that a plan is
+the same on every machine. It never decides who owns what (`planner.py` does) and knows nothing of torch.
+Read the words in `shard.py` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Literal, NamedTuple, Protocol
+
+from matrixtitan.plan.shard import Plan, Role
+
+MatrixOptimizer = Literal["muon", "shampoo", "soap", "adamw"]
+NewtonSchulzForm = Literal["standard", "gram"]
+Transport = Literal["grouped", "ring", "star", "all_gather"]
+Strategy = Literal[
+    "matrix_fsdp",
+    "fsdp2_gather_each",
+    "fsdp2_gather_once",
+    "fsdp2_all_to_all",
+    "zero1_owner",
+    "ddp",
+]
+STRATEGIES: tuple[Strategy, ...] = (
+    "matrix_fsdp",
+    "fsdp2_gather_each",
+    "fsdp2_gather_once",
+    "fsdp2_all_to_all",
+    "zero1_owner",
+    "ddp",
+)
+
+ADAMW_FLOPS = 12
+"""Elementwise operations per parameter of one AdamW step: decay, two moments, square root, quotient, update."""
+EIGH_FLOPS = 9
+"""n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3)."""
+GRAM_RESTARTS = 1
+"""Times that the Gram form of Newton-Schulz goes back to the long matrix and begins a new product."""
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    """What bytes and FLOPs depend on beside shapes. Bytes are per element, as stored on the owner.
+
+    `max_precond_dim`: Shampoo and SOAP leave a side longer than this without a factor; None preconditions every side.
+    `precondition_frequency` spreads the cubic refreshes over the steps between them.
+    """
+
+    matrix_optimizer: MatrixOptimizer = "muon"
+    param_bytes: int = 4
+    grad_bytes: int = 4
+    state_bytes: int = 4
+    ns_steps: int = 5
+    ns_form: NewtonSchulzForm = "standard"
+    precondition_frequency: int = 10
+    max_precond_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.matrix_optimizer not in ("muon", "shampoo", "soap", "adamw"):
+            raise ValueError(
+                f"matrix_optimizer {self.matrix_optimizer!r} is unknown: muon, shampoo, soap or adamw"
+            )
+        if min(self.param_bytes, self.ns_steps, self.precondition_frequency) < 1:
+            raise ValueError(
+                "param_bytes, ns_steps and precondition_frequency must be at least 1, not "
+                f"{self.param_bytes}, {self.ns_steps}, {self.precondition_frequency}"
+            )
+
+
+class Parameter(Protocol):
+    """What a ParamSpec and a MatrixShard share: enough to price their rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def block_rows(self) -> int: ...
+    @property
+    def trainable(self) -> bool: ...
+
+
+class ResidentBytes(NamedTuple):
+    """Bytes that stay on a rank between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state
+
+
+class BlockCost(NamedTuple):
+    """Price of the smallest piece of a parameter that may not be cut."""
+
+    rows: int
+    numel: int
+    resident: ResidentBytes
+    flops: int
+
+
+# ---------------------------------------------------------------- one parameter
+
+
+def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
+    """(count, R, C): the matrices orthogonalised or preconditioned apart within one block of a matrix parameter."""
+    if len(param.shape) == 2:
+        return 1, param.block_rows, param.shape[1]
+    return param.block_rows * prod(param.shape[1:-2]), param.shape[-2], param.shape[-1]
+
+
+def _sides(rows: int, cols: int, settings: CostSettings) -> list[int]:
+    """The sides that Shampoo and SOAP keep a factor for."""
+    limit = settings.max_precond_dim
+    return [side for side in (rows, cols) if limit is None or side <= limit]
+
+
+def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, int]:
+    """Elements of each state tensor of one (R, C) matrix, by name; step counters are not counted.
+
+    Muon: momentum. AdamW: both moments. Shampoo: factors and inverse roots (R^2 and C^2 each), the averaged gradient
+    and the grafted Adam's second moment. SOAP: factors and eigenbases, both moments.
+    """
+    square = sum(side * side for side in _sides(rows, cols, settings))
+    match settings.matrix_optimizer:
+        case "muon":
+            return {"momentum_buffer": rows * cols}
+        case "adamw":
+            return {"exp_avg": rows * cols, "exp_avg_sq": rows * cols}
+        case "shampoo":
+            return {
+                "factors": square,
+                "inverse_roots": square,
+                "exp_avg": rows * cols,
+                "graft_exp_avg_sq": rows * cols,
+            }
+        case "soap":
+            return {
+                "factors": square,
+                "eigenbases": square,
+                "exp_avg": rows * cols,
+                "exp_avg_sq": rows * cols,
+            }
+
+
+def newton_schulz_flops(
+    rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard"
+) -> int:
+    """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long side.
+
+    Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n).
+    Gram: the iteration runs on m x m matrices, four products a step, and touches X twice per restart; the first step
+    after a start has no product to extend (one less), the last has no Gram matrix to carry on (two less).
+    """
+    short, long = sorted((rows, cols))
+    if form == "standard":
+        return steps * (4 * short * short * long + 2 * short**3)
+    starts = min(1 + GRAM_RESTARTS, steps)
+    return starts * 4 * short * short * long + (4 * steps - 3 * starts) * 2 * short**3
+
+
+def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
+    """FLOPs of one step of the matrix optimizer on one (R, C) matrix, refreshes averaged over their period.
+
+    Shampoo: two factor updates, two root products, and per refresh an eigendecomposition and a product for each side.
+    SOAP: factor updates, three changes of basis (gradient, moment, update), and per refresh a power iteration, a QR
+    (8/3 n^3), the sorting diagonal and the moment's way to the new basis.
+    """
+    sides = _sides(rows, cols, settings)
+    passes = sum(
+        2 * rows * cols * side for side in sides
+    )  # one product from each preconditioned side
+    cubes = sum(side**3 for side in sides)
+    match settings.matrix_optimizer:
+        case "muon":
+            return newton_schulz_flops(rows, cols, settings.ns_steps, settings.ns_form)
+        case "adamw":
+            return ADAMW_FLOPS * rows * cols
+        case "shampoo":
+            refresh = (EIGH_FLOPS + 2) * cubes
+            return (
+                2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            )
+        case "soap":
+            refresh = (4 * cubes + 8 * cubes // 3) + 2 * passes
+            return (
+                4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            )
+
+
+def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
+    """Bytes and FLOPs of one block of `param`; every block of a parameter costs the same."""
+    numel = param.block_rows * prod(param.shape[1:])
+    parameters = numel * settings.param_bytes
+    if not param.trainable:
+        return BlockCost(param.block_rows, numel, ResidentBytes(parameters, 0, 0), 0)
+    if param.role == "tail":
+        state, flops = 2 * numel, ADAMW_FLOPS * numel
+    else:
+        count, rows, cols = matrices_in_block(param)
+        state = count * sum(state_elements(rows, cols, settings).values())
+        flops = count * optimizer_flops(rows, cols, settings)
+    gradients = numel * settings.grad_bytes
+    return BlockCost(
+        param.block_rows,
+        numel,
+        ResidentBytes(parameters, gradients, state * settings.state_bytes),
+        flops,
+    )
+
+
+def segment_bytes(param: Parameter, rows: int, settings: CostSettings) -> ResidentBytes:
+    """Resident bytes of `rows` rows of `param` (whole blocks) on the rank that holds them."""
+    blocks = rows // param.block_rows
+    return ResidentBytes(*(blocks * part for part in block_cost(param, settings).resident))
+
+
+# ---------------------------------------------------------------- one plan
+
+
+def rank_bytes(plan: Plan, settings: CostSettings) -> list[ResidentBytes]:
+    """Resident bytes of each rank."""
+    parts = [[0, 0, 0] for _ in range(plan.world_size)]
+    for shard in plan.shards:
+        cost = block_cost(shard, settings)
+        for segment in shard.segments:
+            blocks = segment.rows // shard.block_rows
+            for kind, part in enumerate(cost.resident):
+                parts[segment.rank][kind] += blocks * part
+    return [ResidentBytes(*part) for part in parts]
+
+
+def rank_flops(plan: Plan, settings: CostSettings) -> list[int]:
+    """Optimizer FLOPs of each rank in one step."""
+    flops = [0] * plan.world_size
+    for shard in plan.shards:
+        cost = block_cost(shard, settings)
+        for segment in shard.segments:
+            flops[segment.rank] += segment.rows // shard.block_rows * cost.flops
+    return flops
+
+
+def unit_shares(plan: Plan, element_bytes: int) -> dict[str, list[int]]:
+    """Bytes of each unit that each rank holds (s_r), units in order of first appearance."""
+    shares: dict[str, list[int]] = {}
+    for shard in plan.shards:
+        unit = shares.setdefault(shard.unit, [0] * plan.world_size)
+        for segment in shard.segments:
+            unit[segment.rank] += segment.rows * shard.row_numel * element_bytes
+    return shares
+
+
+def max_over_mean(values: Sequence[int]) -> float:
+    """How far the fullest rank is above the average; 1.0 where there is nothing at all."""
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+# ---------------------------------------------------------------- transports
+
+
+class LinkBytes(NamedTuple):
+    """Most bytes that any one rank sends, and that any one host's network link carries in its busier direction."""
+
+    rank: int
+    link: int
+
+
+def transport_bytes(
+    transport: Transport, shares: Sequence[int], ranks_per_host: int = 1
+) -> LinkBytes:
+    """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction moves the same in the other direction.
+
+    Ring, and `grouped` where each broadcast is a pipelined ring: rank r passes on all but what rank r + 1 holds, and
+    one rank of a host faces the network. Star: an owner sends its share to each peer. All-gather: even, c S.
+    """
+    world_size, total = len(shares), sum(shares)
+    if world_size == 1:
+        return LinkBytes(0, 0)
+    hosts = ceil(world_size / ranks_per_host)
+    if transport == "all_gather":
+        sent = ceil(total * (world_size - 1) / world_size)
+        return LinkBytes(sent, sent if hosts > 1 else 0)
+    if transport in ("ring", "grouped"):
+        firsts = shares[::ranks_per_host] if hosts > 1 else [total]
+        return LinkBytes(total - min(shares), total - min(firsts))
+    link = 0
+    for start in range(0, world_size, ranks_per_host) if hosts > 1 else ():
+        held = shares[start : start + ranks_per_host]
+        away = world_size - len(held)
+        link = max(link, sum(held) * away, (total - sum(held)) * len(held))
+    return LinkBytes((world_size - 1) * max(shares), link)
+
+
+def transport_seconds(
+    transport: Transport,
+    shares: Sequence[int],
+    link_bytes_per_second: float,
+    *,
+    ranks_per_host: int = 1,
+    message_seconds: float = 0.0,
+) -> float:
+    """Predicted time of one unshard over links of this rate, one link a host; `message_seconds` is a message's latency.
+
+    Links inside a host are taken as free, so that a single host costs latency alone.
+    """
+    world_size = len(shares)
+    messages = {
+        "all_gather": world_size - 1,
+        "ring": world_size - 1,
+        "grouped": sum(1 for share in shares if share),
+        "star": world_size - 1,
+    }[transport]
+    if world_size == 1:
+        return 0.0
+    link = transport_bytes(transport, shares, ranks_per_host).link
+    return link / link_bytes_per_second + messages * message_seconds
+
+
+def tree_depth(world_size: int) -> int:
+    """Messages on the longest path of a binomial broadcast whose sends share their sender's link."""
+    levels = (world_size - 1).bit_length()
+    return levels * (levels + 1) // 2
+
+
+def choose_transport(
+    shares: Sequence[int], backend: str, ranks_per_host: int | None = None
+) -> Literal["grouped", "ring", "star"]:
+    """The transport of `transport = "auto"`: from the unit's shares and the backend alone, so that a run can be repeated.
+
+    NCCL: grouped. gloo across machines: ring. gloo inside one machine: star, unless one owner's fan-out of
+    (N - 1) max s_r costs more than binomial broadcasts run two at a time (gloo has two worker threads).
+    """
+    if backend == "nccl":
+        return "grouped"
+    if backend != "gloo":
+        raise ValueError(
+            f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport"
+        )
+    world_size = len(shares)
+    if ranks_per_host is not None and world_size > ranks_per_host:
+        return "ring"
+    star = (world_size - 1) * max(shares)
+    grouped = tree_depth(world_size) * max(max(shares), sum(shares) // 2)
+    return "star" if star <= grouped else "grouped"
+
+
+# ---------------------------------------------------------------- strategies
+
+
+class UnitSize(NamedTuple):
+    """Elements of one unit, and whether its weights stay gathered between forward and backward."""
+
+    numel: int
+    trainable: int
+    matrix: int  # trainable elements of the matrix role
+    kept: bool
+
+
+class StepBytes(NamedTuple):
+    """Logical bytes that one rank sends in one step, the mean over ranks."""
+
+    forward_backward: int
+    optimizer: int
+
+
+def unit_sizes(
+    params: Iterable[Parameter], units: Iterable[str], kept: Iterable[str]
+) -> list[UnitSize]:
+    """Sizes of the units in order of first appearance; `units` names each parameter's unit, `kept` those kept gathered."""
+    kept_units = set(kept)
+    sizes: dict[str, list[int]] = {}
+    for param, unit in zip(params, units, strict=True):
+        numel = prod(param.shape)
+        size = sizes.setdefault(unit, [0, 0, 0])
+        size[0] += numel
+        size[1] += numel if param.trainable else 0
+        size[2] += numel if param.trainable and param.role == "matrix" else 0
+    return [UnitSize(*size, kept=name in kept_units) for name, size in sizes.items()]
+
+
+def strategy_bytes(
+    strategy: Strategy,
+    units: Sequence[UnitSize],
+    world_size: int,
+    *,
+    param_bytes: int,
+    grad_bytes: int,
+    update_bytes: int = 4,
+    microbatches: int = 1,
+) -> StepBytes:
+    """Bytes sent per rank per step with c = (N - 1) / N; bytes are those on the wire: b, g and u of an element.
+
+    Sharded strategies: c ((1 + resharded) b + g) a microbatch; replicated ones all-reduce gradients once a step
+    (2 c g). Optimizer step, P trainable matrix elements: gather_each and gather_once c P u, all_to_all 2 c (P / N) u,
+    zero1_owner c P b, ours and ddp 0.
+    """
+    share = (world_size - 1) / world_size
+    gathered = sum(unit.numel * (1 if unit.kept else 2) for unit in units) * param_bytes
+    reduced = sum(unit.trainable for unit in units) * grad_bytes
+    matrix = sum(unit.matrix for unit in units)
+    replicated = strategy in ("zero1_owner", "ddp")
+    sent = 2 * reduced if replicated else (gathered + reduced) * microbatches
+    optimizer = {
+        "matrix_fsdp": 0.0,
+        "fsdp2_gather_each": share * matrix * update_bytes,
+        "fsdp2_gather_once": share * matrix * update_bytes,
+        "fsdp2_all_to_all": 2 * share * matrix / world_size * update_bytes,
+        "zero1_owner": share * matrix * param_bytes,
+        "ddp": 0.0,
+    }[strategy]
+    return StepBytes(round(share * sent), round(optimizer))

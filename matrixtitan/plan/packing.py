@@ -1,0 +1,225 @@
+"""Bin packing in two prices, bytes and FLOPs: longest processing time first, then swaps.
+
+Owns the search; it knows loads and how many ranks there are, not parameters. Ranks are interchangeable here, so a
+packing is a multiset of rank contents: that keeps thousands of ranks cheap, since few contents differ.
+`planner.py` turns contents into owners.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_SWAPS = 1000
+"""Improving exchanges tried at most; each is applied to all ranks with the same contents at once."""
+
+
+class Load(NamedTuple):
+    """What one piece weighs on its rank."""
+
+    bytes: int
+    flops: int
+
+
+Content = tuple[int, ...]
+"""How many pieces of each load one rank holds."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """`contents[c]` ranks hold c; `floor` is what the fullest rank holds at least once the tail is poured, in bytes."""
+
+    loads: tuple[Load, ...]
+    contents: Counter[Content]
+    floor: int
+
+    def weigh(self, content: Content) -> Load:
+        return _weigh(self.loads, content)
+
+    @property
+    def max_bytes(self) -> int:
+        return max(self.floor, max(self.weigh(content).bytes for content in self.contents))
+
+    @property
+    def max_flops(self) -> int:
+        return max(self.weigh(content).flops for content in self.contents)
+
+    def clearly_better_than(self, other: Packing, tolerance: float) -> bool:
+        """Fewer bytes than `other` beyond the tolerance, or as few and fewer FLOPs beyond it."""
+        margin = 1 + tolerance
+        if self.max_bytes * margin < other.max_bytes:
+            return True
+        return (
+            self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
+        )
+
+    def ranks(self) -> list[Counter[Load]]:
+        """The contents rank by rank, those with most FLOPs first."""
+        order = sorted(
+            self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True
+        )
+        return [
+            Counter({load: count for load, count in zip(self.loads, content, strict=True) if count})
+            for content in order
+            for _ in range(self.contents[content])
+        ]
+
+
+def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: float) -> Packing:
+    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, within `tolerance` of it, least FLOPs.
+
+    `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting level are free.
+    """
+    loads = tuple(sorted(pieces, reverse=True))
+    counts = [pieces[load] for load in loads]
+    total = poured + sum(load.bytes * count for load, count in zip(loads, counts, strict=True))
+    floor = -(-total // ranks)
+    by_bytes = _improve(
+        loads, _longest_first(loads, counts, ranks, by="bytes"), "bytes", floor, None
+    )
+    least = Packing(loads, by_bytes, floor).max_bytes
+    cap = max(least, int(least * (1 + tolerance)))
+    mean_flops = -(
+        -sum(load.flops * count for load, count in zip(loads, counts, strict=True)) // ranks
+    )
+    busiest = max((load.flops for load in loads), default=0)
+    candidates = [by_bytes, _longest_first(loads, counts, ranks, by="flops", cap=cap)]
+    if cap > floor:  # a cap as loose as can be may steer badly: try the tight one too
+        candidates.append(_longest_first(loads, counts, ranks, by="flops", cap=max(least, floor)))
+    improved = [
+        Packing(loads, _improve(loads, c, "flops", max(mean_flops, busiest), cap), floor)
+        for c in candidates
+    ]
+    return min(improved, key=lambda p: (max(p.max_bytes, cap), p.max_flops, p.max_bytes))
+
+
+def water_level(held: Sequence[int], poured: int) -> int:
+    """The level that `poured` bytes reach over ranks that hold `held`, rounded up."""
+    below = 0
+    ordered = sorted(held)
+    for filled, height in enumerate(ordered, start=1):
+        below += height
+        level = -(-(poured + below) // filled)
+        if filled == len(ordered) or level <= ordered[filled]:
+            return level
+    raise ValueError("no ranks to pour onto")
+
+
+def _weigh(loads: Sequence[Load], content: Iterable[int]) -> Load:
+    weights = [
+        (load.bytes * n, load.flops * n) for load, n in zip(loads, content, strict=True) if n
+    ]
+    return Load(sum(w[0] for w in weights), sum(w[1] for w in weights))
+
+
+def _longest_first(
+    loads: Sequence[Load], counts: Sequence[int], ranks: int, by: str, cap: int | None = None
+) -> Counter[Content]:
+    """Longest processing time first: the heaviest piece left goes to the rank that has least.
+
+    With a cap, a rank whose bytes it would pass is left out; where no rank has room, the piece goes to the one with
+    the fewest bytes, for swaps to mend or the caller to reject.
+    """
+    primary, second = (0, 1) if by == "bytes" else (1, 0)
+    held = [[0] * len(loads) for _ in range(ranks)]
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    order = sorted(
+        range(len(loads)), key=lambda k: (loads[k][primary], loads[k][second]), reverse=True
+    )
+    for k in order:
+        load = loads[k]
+        full = []  # no room for this load, nor for another of its kind
+        for _ in range(counts[k]):
+            while heap and cap is not None and _bytes(heap[0], by) + load.bytes > cap:
+                full.append(heapq.heappop(heap))
+            if heap:
+                entry = heapq.heappop(heap)
+            else:
+                entry = min(full, key=lambda entry: (_bytes(entry, by), entry))
+                full.remove(entry)
+            held[entry[2]][k] += 1
+            after = (entry[0] + load[primary], entry[1] + load[second], entry[2])
+            if cap is not None and not heap and _bytes(after, by) > cap:
+                full.append(after)
+            else:
+                heapq.heappush(heap, after)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return Counter(tuple(content) for content in held)
+
+
+def _bytes(entry: tuple[int, int, int], by: str) -> int:
+    return entry[0] if by == "bytes" else entry[1]
+
+
+def _improve(
+    loads: Sequence[Load], contents: Counter[Content], by: str, target: int, cap: int | None
+) -> Counter[Content]:
+    """Move or exchange single pieces between the heaviest contents and others until the heaviest is at `target`.
+
+    Each exchange strictly lowers the heavier of the two; with a cap, none brings a rank's bytes over it.
+    """
+    primary = 0 if by == "bytes" else 1
+    contents = Counter(contents)
+    for _ in range(MAX_SWAPS):
+        weights = {content: _weigh(loads, content) for content in contents}
+        hot = max(contents, key=lambda content: (weights[content][primary], content))
+        if weights[hot][primary] <= target:
+            break
+        swap = _best_swap(loads, weights, hot, contents[hot] > 1, primary, cap)
+        if swap is None:
+            break
+        cold, hot_after, cold_after = swap
+        times = min(contents[hot], contents[cold])
+        for before, after in ((hot, hot_after), (cold, cold_after)):
+            contents[before] -= times
+            if not contents[before]:
+                del contents[before]
+            contents[after] += times
+    return contents
+
+
+def _best_swap(
+    loads: Sequence[Load],
+    weights: dict[Content, Load],
+    hot: Content,
+    hot_is_shared: bool,
+    primary: int,
+    cap: int | None,
+) -> tuple[Content, Content, Content] | None:
+    """(other content, hot after, other after) with the lowest maximum of the two, or None if nothing is lower."""
+    best = None
+    for cold in weights:
+        if cold == hot:
+            continue
+        for give in range(len(loads)):
+            if not hot[give]:
+                continue
+            for take in (None, *(k for k in range(len(loads)) if k != give and cold[k])):
+                moved_bytes = loads[give].bytes - (loads[take].bytes if take is not None else 0)
+                moved = loads[give][primary] - (loads[take][primary] if take is not None else 0)
+                heavier = max(weights[hot][primary] - moved, weights[cold][primary] + moved)
+                if heavier >= weights[hot][primary]:
+                    continue
+                if cap is not None and (
+                    max(weights[hot].bytes - moved_bytes, weights[cold].bytes + moved_bytes) > cap
+                ):
+                    continue
+                if best is None or (heavier, cold, give, -1 if take is None else take) < best[0]:
+                    best = ((heavier, cold, give, -1 if take is None else take), give, take)
+    if best is None:
+        return None
+    (_, cold, _, _), give, take = best
+    return cold, _moved(hot, give, take), _moved(cold, take, give)
+
+
+def _moved(content: Content, out: int | None, into: int | None) -> Content:
+    changed = list(content)
+    if out is not None:
+        changed[out] -= 1
+    if into is not None:
+        changed[into] += 1
+    return tuple(changed)
