@@ -4,5 +4,7 @@
 """
 
 from matrixtitan.optim.muon import Muon
+from matrixtitan.optim.shampoo import Shampoo
+from matrixtitan.optim.soap import SOAP
 
-__all__ = ["Muon"]
+__all__ = ["SOAP", "Muon", "Shampoo"]

@@ -1,0 +1,199 @@
+"""From a config and the parameters that this rank steps to its optimizers.
+
+Owns the parameter groups (role, pattern, decay), the list of torch optimizers over them, and their state keyed by
+parameter name. A rank that steps nothing gets an empty list that steps, clips, saves and loads like any other. No
+update rule is here (see `muon.py`, `shampoo.py`, `soap.py`) and nothing communicates. Next: `lr_schedule.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from matrixtitan.config import OptimizerConfig
+from matrixtitan.local_param import LocalParam
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
+from matrixtitan.optim.muon import Muon
+from matrixtitan.optim.shampoo import Shampoo
+from matrixtitan.optim.soap import SOAP
+
+
+class StateTensor(NamedTuple):
+    """One tensor of optimizer state.
+
+    `per_row`: dim 0 runs over the rows that the parameter has here, so for a row-split parameter the tensor is a chunk
+    of the whole state; otherwise (a step counter, a matrix's factor) every holder has all of it.
+    """
+
+    fqn: str
+    name: str
+    tensor: Tensor
+    per_row: bool
+
+
+class Optimizers:
+    """The optimizers of one rank, stepped together. None is fine."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        for group in self.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """Every group of every optimizer. "name" is its role, "matrix" or "tail"; "pattern" the config's, or ""."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient, without any communication."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def allocate_state(self) -> None:
+        """Allocate all state from shapes, as before a first step, so that a checkpoint can be loaded in place.
+
+        State that exists is left as it is.
+        """
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MatrixOptimizer):
+                optimizer.allocate_state()
+            else:
+                _allocate_adamw(optimizer)
+
+    def state_tensors(self) -> list[StateTensor]:
+        """The state that exists, by parameter name; the tensors themselves, not copies."""
+        return [
+            StateTensor(fqn, name, tensor, _is_per_row(param, tensor))
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for fqn, param in named_params(group)
+            for name, tensor in optimizer.state.get(param, {}).items()
+        ]
+
+
+def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> Optimizers:
+    """Optimizers over what this rank steps: `config.name` for the matrices, AdamW for the tail.
+
+    Parameters with no rows here and frozen ones are left out. A group of `config.groups` takes what its pattern
+    matches (the first that does) with its own lr and decay; other tail vectors (norms, biases) are not decayed.
+    Call `check_patterns` once with the names of the whole model: a rank cannot see that a pattern matches nothing.
+    """
+    groups: dict[tuple[Any, ...], ParamGroup] = {}
+    for param in params:
+        if param.trainable and param.tensor.numel():
+            options = _group_options(param, config)
+            group = groups.setdefault(tuple(options.items()), {**options, "params": []})
+            group["params"].append((param.fqn, param.tensor))
+    matrix = [group for group in groups.values() if group["name"] == "matrix"]
+    tail = [group for group in groups.values() if group["name"] == "tail"]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrix:
+        optimizers.append(_build_matrix(matrix, config))
+    if tail:
+        optimizers.append(_build_adamw(tail, config.tail_lr, config.tail_betas, config.tail_eps))
+    return Optimizers(optimizers)
+
+
+def check_patterns(fqns: Iterable[str], config: OptimizerConfig) -> None:
+    """ValueError if a pattern of the optimizer's config matches none of the model's parameter names `fqns`."""
+    names = list(fqns)
+    patterns = [("optimizer.groups", table.pattern) for table in config.groups]
+    patterns += [("optimizer.tail_patterns", pattern) for pattern in config.tail_patterns]
+    patterns += [("optimizer.per_head_patterns", pattern) for pattern in config.per_head_patterns]
+    for key, pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+            raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {', '.join(near)}")
+
+
+def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
+    """The options that decide a parameter's group; equal options share one."""
+    is_matrix = param.role == "matrix"
+    lr = config.lr if is_matrix else config.tail_lr
+    weight_decay = config.weight_decay if is_matrix else config.tail_weight_decay
+    if not is_matrix and len(param.full_shape) < 2:
+        weight_decay = 0.0
+    pattern = ""
+    for table in config.groups:
+        if fnmatchcase(param.fqn, table.pattern):
+            pattern = table.pattern
+            lr = lr if table.lr is None else table.lr
+            weight_decay = weight_decay if table.weight_decay is None else table.weight_decay
+            break
+    options = {"name": param.role, "pattern": pattern, "lr": lr, "weight_decay": weight_decay}
+    if is_matrix and config.name != "adamw":
+        options["block_rows"] = _block_rows(param, config)
+    return options
+
+
+def _block_rows(param: LocalParam, config: OptimizerConfig) -> int | None:
+    """Rows of each matrix inside a 2D parameter; None where it is one matrix, or a stack whose slices are."""
+    if len(param.full_shape) != 2 or param.block_rows == param.full_shape[0]:
+        if len(param.full_shape) == 2 and param.tensor.size(0) != param.full_shape[0]:
+            raise RuntimeError(
+                f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its matrix must be whole"
+            )
+        return None
+    if config.name != "muon":
+        raise ValueError(
+            f"optimizer.per_head_patterns matches {param.fqn}, but blocks of rows are for optimizer.name = 'muon' only; "
+            f"it is {config.name!r}"
+        )
+    return param.block_rows
+
+
+def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name == "muon":
+        return Muon(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            ns_steps=config.ns_steps,
+            ns_coefficients=config.ns_coefficients,
+            ns_dtype=config.ns_dtype,
+            scale=config.scale,
+        )
+    if config.name == "adamw":
+        return _build_adamw(groups, config.lr, config.betas, config.eps)
+    if config.name == "shampoo":
+        return Shampoo(groups, lr=config.lr)
+    if config.name == "soap":
+        return SOAP(groups, lr=config.lr)
+    raise ValueError(f"optimizer.name is {config.name!r}; choose muon, shampoo, soap or adamw")
+
+
+def _build_adamw(groups: list[ParamGroup], lr: float, betas: Sequence[float], eps: float) -> torch.optim.AdamW:
+    """AdamW, fused where the device has it: 10 times faster on the CPU than the loop, and elementwise to the bit."""
+    devices = {param.device.type for group in groups for _, param in group["params"]}
+    fused = devices <= {"cpu", "cuda"}
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+
+
+def _allocate_adamw(optimizer: torch.optim.Optimizer) -> None:
+    """What torch's AdamW would allocate in its first step, under its names."""
+    for group in optimizer.param_groups:
+        device_step = group["fused"] or group["capturable"]
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if not state:
+                device = param.device if device_step else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def _is_per_row(param: Tensor, state: Tensor) -> bool:
+    """State of the parameter's shape follows its rows; so do a stack's factors, one per slice."""
+    return state.shape == param.shape or (param.ndim == 3 and state.ndim > 0)

@@ -1,0 +1,78 @@
+"""The learning rate of every step: a pure function of the step, applied to each group's own peak.
+
+Warmup-stable-decay, with cosine and linear decay as the cases without a stable part. It keeps no state of its own, so
+a resumed run needs only the step. Next: `grad_norm.py`.
+"""
+
+from __future__ import annotations
+
+from math import cos, pi, sqrt
+
+from matrixtitan.config import LRSchedulerConfig
+from matrixtitan.optim.build import Optimizers
+
+
+def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
+    """What the peak learning rate is multiplied by at the 1-based `step`.
+
+    It rises by 1/warmup_steps a step and is 1 at step warmup_steps; it stays there until the last decay_ratio of the
+    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps and stays.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    peak_step = max(config.warmup_steps, 1)
+    decay_steps = total_steps - peak_step
+    if config.decay_ratio is not None:
+        decay_steps = min(round(total_steps * config.decay_ratio), decay_steps)
+    done = step - (total_steps - decay_steps)
+    if done <= 0:
+        return 1.0
+    progress = min(done / decay_steps, 1.0) if decay_steps else 1.0
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * (1.0 - _decayed(config.decay_type, progress))
+
+
+def _decayed(decay_type: str, progress: float) -> float:
+    """How much of the way from peak to minimum is done; 0 at progress 0, exactly 1 at progress 1."""
+    if decay_type == "linear":
+        return progress
+    if decay_type == "sqrt":
+        return sqrt(progress)
+    if decay_type == "cosine":
+        return 0.5 - 0.5 * cos(pi * progress)
+    raise ValueError(f"lr_scheduler.decay_type is {decay_type!r}; choose linear, sqrt or cosine")
+
+
+class LRSchedule:
+    """Sets the groups' learning rates. ValueError where the schedule does not fit into its steps."""
+
+    def __init__(self, config: LRSchedulerConfig, optimizers: Optimizers, total_steps: int | None = None) -> None:
+        total = config.total_steps if config.total_steps is not None else total_steps
+        if total is None or total < 1:
+            raise ValueError(f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1")
+        if not 0 <= config.warmup_steps <= total:
+            raise ValueError(
+                f"lr_scheduler.warmup_steps is {config.warmup_steps}; it must be from 0 to total_steps, {total}"
+            )
+        if config.decay_ratio is not None and not 0 <= config.decay_ratio <= 1:
+            raise ValueError(f"lr_scheduler.decay_ratio is {config.decay_ratio}; it must be from 0 to 1")
+        if config.decay_ratio is not None and config.warmup_steps + round(total * config.decay_ratio) > total:
+            raise ValueError(
+                f"lr_scheduler.warmup_steps {config.warmup_steps} and a decay over {config.decay_ratio} of {total} steps "
+                "overlap: lower lr_scheduler.decay_ratio or warmup_steps"
+            )
+        if not 0 <= config.min_lr_factor <= 1:
+            raise ValueError(f"lr_scheduler.min_lr_factor is {config.min_lr_factor}; it must be from 0 to 1")
+        _decayed(config.decay_type, 0.0)
+        self.config = config
+        self.total_steps = total
+        self.optimizers = optimizers
+
+    def factor(self, step: int) -> float:
+        """What every peak is multiplied by at the 1-based `step`; the same on ranks that step nothing."""
+        return lr_factor(self.config, self.total_steps, step)
+
+    def set_step(self, step: int) -> None:
+        """Set every group's lr for the 1-based step about to run."""
+        factor = self.factor(step)
+        for group in self.optimizers.param_groups:
+            group["lr"] = group["initial_lr"] * factor

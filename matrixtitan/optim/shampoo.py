@@ -1,0 +1,235 @@
+"""Shampoo: a matrix preconditioner on each side of the gradient. https://arxiv.org/abs/1802.09568
+
+Owns the optimizer class, with the rules of https://arxiv.org/abs/2309.06497: bias-corrected factors, grafting, blocks
+for long sides. It never communicates. Next: `matrix_roots.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, check_range, named_params
+from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
+from matrixtitan.optim.refresh import FailureCount, refresh_offset
+
+INVERSE_ROOT = 4
+"""2 x the number of sides: the preconditioner is L^(-1/4) G R^(-1/4)."""
+
+
+class Shampoo(MatrixOptimizer):
+    """Shampoo over matrices (R, C) and stacks of them (E, R, C).
+
+    Factors L = EMA(G G^T), R = EMA(G^T G) with `betas[1]` (plain sums where it is 1); their inverse fourth roots, plus
+    `epsilon` on the spectrum, are recomputed at `start_preconditioning_step` and then at every step that
+    `precondition_frequency` divides. They act on the gradient's EMA with `betas[0]` (the gradient itself where it is
+    0). `use_bias_correction` is for both averages. A side longer than `max_preconditioner_dim` is cut into blocks of
+    that length; every block of the matrix has its own factors and is grafted alone.
+
+    `graft`: ("adam", beta2, eps), ("rmsprop", beta2, eps), ("adagrad", eps), ("sgd",) or None: the method that gives
+    each update its norm, and steps alone before `start_preconditioning_step`. Decay is decoupled, with the plain lr.
+    `stagger`, `max_failures` and `failures` are as in `soap.SOAP`. State is float32.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        betas: Sequence[float] = (0.9, 0.99),
+        epsilon: float = 1e-12,
+        weight_decay: float = 0.0,
+        max_preconditioner_dim: int = 1024,
+        precondition_frequency: int = 10,
+        start_preconditioning_step: int = -1,
+        use_bias_correction: bool = True,
+        graft: Sequence[Any] | None = ("adam", 0.99, 1e-8),
+        stagger: bool = False,
+        max_failures: int = 3,
+    ) -> None:
+        self.failures = FailureCount(max_failures)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "epsilon": epsilon,
+                "weight_decay": weight_decay,
+                "max_preconditioner_dim": max_preconditioner_dim,
+                "precondition_frequency": precondition_frequency,
+                "start_preconditioning_step": start_preconditioning_step,
+                "use_bias_correction": use_bias_correction,
+                "graft": None if graft is None else tuple(graft),
+                "stagger": stagger,
+            },
+        )
+
+    def check_group(self, group: ParamGroup) -> None:
+        check_range("betas[0]", group["betas"][0], 0.0, 1.0, open_high=True)
+        check_range("betas[1]", group["betas"][1], 0.0, 1.0)
+        check_range("epsilon", group["epsilon"], 0.0)
+        check_range("precondition_frequency", group["precondition_frequency"], 1)
+        check_range("max_preconditioner_dim", group["max_preconditioner_dim"], 1)
+        _Graft.parse(group["graft"])
+        if group["block_rows"] is not None:
+            raise ValueError("Shampoo does not cut matrices into blocks of rows: leave block_rows out")
+
+    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), dtype=torch.int64)}  # on the CPU: reading it must not wait for a GPU
+        if group["betas"][0]:
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+        if _Graft.parse(group["graft"]).has_state:
+            state["graft_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        for tile in _tiles(param, group["max_preconditioner_dim"]):
+            for side, dim in (("left", -2), ("right", -1)):
+                size = tile.of(param).size(dim)
+                eye = torch.eye(size, dtype=torch.float32, device=param.device)
+                eye = eye.expand(*param.shape[:-2], size, size)
+                state[f"{side}_factor{tile.suffix}"] = torch.zeros_like(eye, memory_format=torch.contiguous_format)
+                state[f"{side}_root{tile.suffix}"] = eye.clone(memory_format=torch.contiguous_format)
+        return state
+
+    def update(self, params: list[Tensor], group: ParamGroup) -> None:
+        names = {param: name for name, param in named_params(group)}
+        for param in params:
+            assert param.grad is not None
+            state, grad = self.state[param], param.grad.float()
+            state["step"] += 1
+            step = int(state["step"])
+            tiles = list(_tiles(param, group["max_preconditioner_dim"]))
+            for tile in tiles:
+                _update_factors(state, tile.of(grad), tile.suffix, group["betas"][1])
+            if _is_refresh(names[param], step, group):
+                for tile in tiles:
+                    self._refresh_roots(state, tile.suffix, step, names[param], group)
+            direction = _direction(state, grad, tiles, step, group)
+            if group["weight_decay"]:
+                direction.add_(param, alpha=group["weight_decay"])
+            param.add_(direction, alpha=-group["lr"])
+
+    def _refresh_roots(self, state: dict[str, Tensor], suffix: str, step: int, name: str, group: ParamGroup) -> None:
+        beta2 = group["betas"][1]
+        correction = 1 - beta2**step if group["use_bias_correction"] and beta2 < 1 else 1.0
+        for side in ("left", "right"):
+            factor = state[f"{side}_factor{suffix}"]
+            try:
+                root = inverse_root(factor / correction, INVERSE_ROOT, group["epsilon"])
+            except DecompositionError as error:
+                self.failures.failure(f"{name} ({side}{suffix})", error)
+                continue
+            self.failures.success(f"{name} ({side}{suffix})")
+            state[f"{side}_root{suffix}"].copy_(root)
+
+
+class _Tile(NamedTuple):
+    """A block of a matrix: rows and columns that share a pair of factors. `suffix` names its state."""
+
+    rows: slice
+    cols: slice
+    suffix: str
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor[..., self.rows, self.cols]
+
+
+def _tiles(param: Tensor, longest: int) -> Iterator[_Tile]:
+    """The blocks of a matrix, row by row; one where no side is longer than `longest`."""
+    rows, cols = param.shape[-2:]
+    if max(rows, cols) <= longest:
+        yield _Tile(slice(0, rows), slice(0, cols), "")
+        return
+    for i in range(0, rows, longest):
+        for j in range(0, cols, longest):
+            suffix = f".{i // longest}.{j // longest}"
+            yield _Tile(slice(i, min(i + longest, rows)), slice(j, min(j + longest, cols)), suffix)
+
+
+class _Graft(NamedTuple):
+    """The method that gives an update its norm."""
+
+    kind: str
+    beta2: float
+    eps: float
+
+    @property
+    def has_state(self) -> bool:
+        return self.kind in ("adam", "rmsprop", "adagrad")
+
+    @staticmethod
+    def parse(spec: Sequence[Any] | None) -> _Graft:
+        """From the option; kind "none" for None. ValueError for anything that it cannot be."""
+        match tuple(spec) if spec is not None else ("none",):
+            case ("none" | "sgd" as kind,):
+                return _Graft(kind, 1.0, 0.0)
+            case ("adagrad", eps):
+                return _Graft("adagrad", 1.0, float(eps))
+            case ("adam" | "rmsprop" as kind, beta2, eps):
+                check_range("graft's beta2", beta2, 0.0, 1.0)
+                return _Graft(kind, float(beta2), float(eps))
+        raise ValueError(
+            f"graft is {spec!r}; choose ('adam', beta2, eps), ('rmsprop', beta2, eps), ('adagrad', eps), ('sgd',) or None"
+        )
+
+
+def _is_refresh(name: str, step: int, group: ParamGroup) -> bool:
+    frequency = group["precondition_frequency"]
+    start = _start(group)
+    if step <= start:
+        return step == start
+    return (step + refresh_offset(name, frequency, group["stagger"])) % frequency == 0
+
+
+def _start(group: ParamGroup) -> int:
+    """The first preconditioned step; by default the first that the frequency divides."""
+    start = group["start_preconditioning_step"]
+    return start if start >= 1 else group["precondition_frequency"]
+
+
+def _update_factors(state: dict[str, Tensor], grad: Tensor, suffix: str, beta2: float) -> None:
+    weight = 1.0 if beta2 == 1 else 1 - beta2
+    state[f"left_factor{suffix}"].mul_(beta2).add_(grad @ grad.mT, alpha=weight)
+    state[f"right_factor{suffix}"].mul_(beta2).add_(grad.mT @ grad, alpha=weight)
+
+
+def _direction(
+    state: dict[str, Tensor], grad: Tensor, tiles: Sequence[_Tile], step: int, group: ParamGroup
+) -> Tensor:
+    """The step before decay and lr: preconditioned, and grafted block by block."""
+    graft = _Graft.parse(group["graft"])
+    if graft.has_state:
+        weight = 1.0 if graft.beta2 == 1 else 1 - graft.beta2
+        state["graft_avg_sq"].mul_(graft.beta2).addcmul_(grad, grad, value=weight)
+    average = _average(state, grad, step, group)
+    grafted = _grafted(state, average, step, graft)
+    if step < _start(group) and grafted is not None:
+        return grafted.clone() if grafted is average else grafted
+    direction = torch.empty_like(average)
+    for tile in tiles:
+        root_left, root_right = state[f"left_root{tile.suffix}"], state[f"right_root{tile.suffix}"]
+        preconditioned = root_left @ tile.of(average) @ root_right
+        if grafted is not None:
+            norms = torch.linalg.matrix_norm(preconditioned, keepdim=True) + 1e-16
+            preconditioned *= torch.linalg.matrix_norm(tile.of(grafted), keepdim=True) / norms
+        tile.of(direction).copy_(preconditioned)
+    return direction
+
+
+def _average(state: dict[str, Tensor], grad: Tensor, step: int, group: ParamGroup) -> Tensor:
+    """The gradient's bias-corrected EMA."""
+    beta1 = group["betas"][0]
+    if not beta1:
+        return grad
+    state["exp_avg"].lerp_(grad, 1 - beta1)
+    return state["exp_avg"] / (1 - beta1**step if group["use_bias_correction"] else 1.0)
+
+
+def _grafted(state: dict[str, Tensor], average: Tensor, step: int, graft: _Graft) -> Tensor | None:
+    """What the grafted method would step by; None without one."""
+    if graft.kind == "none":
+        return None
+    if graft.kind == "sgd":
+        return average
+    correction = 1 - graft.beta2**step if graft.kind == "adam" and graft.beta2 < 1 else 1.0
+    return average / (state["graft_avg_sq"] / correction).sqrt_().add_(graft.eps)
