@@ -21,7 +21,7 @@ from matrixtitan.strategies.base import DataParallel, InitRows
 CommHook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
-def _sum_gradients(reduce_dtype: torch.dtype) -> CommHook:
+def _sum_gradients(reduce_dtype: torch.dtype | None) -> CommHook:
     """DDP divides by the world size; the loss is divided by the global token count already, so we only sum."""
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -60,7 +60,8 @@ class DDP(DataParallel):
 
     `model` may be on the meta device: `materialize` allocates it and only then wraps it, so `self.model` is the bare
     model before and the wrapped one after. `specs` names every parameter's role and block rows. Where `param_dtype`
-    differs from the stored dtype the forward runs under autocast. `reduce_dtype` is the dtype on the wire.
+    differs from the stored dtype the forward runs under autocast. `reduce_dtype` is the dtype on the wire (None: the
+    gradients' own).
     """
 
     def __init__(
@@ -70,7 +71,6 @@ class DDP(DataParallel):
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device,
-        dtype: torch.dtype = torch.float32,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,9 +79,8 @@ class DDP(DataParallel):
         self._specs = {spec.fqn: spec for spec in specs}
         self._group = group
         self._device = device
-        self._dtype = dtype
-        self._param_dtype = param_dtype or dtype
-        self._reduce_dtype = reduce_dtype or dtype
+        self._param_dtype = param_dtype
+        self._reduce_dtype = reduce_dtype
         missing = [name for name, _ in model.named_parameters() if name not in self._specs]
         if missing:
             raise ValueError(f"no ParamSpec for {missing}: every parameter needs one")
@@ -94,11 +93,11 @@ class DDP(DataParallel):
             for name, parameter in self._inner.named_parameters():
                 if name not in self._specs:
                     raise RuntimeError(f"{name} appeared with materialization: a weight registered in two modules")
-                parameter.data = parameter.data.to(self._dtype)  # parameters only: buffers keep their own dtype
                 if init_rows is not None:
                     init_rows(name, tuple(parameter.shape), 0, parameter.data)
         wrapped = self._inner
-        if self._param_dtype != self._dtype:
+        stored = {parameter.dtype for parameter in self._inner.parameters()}
+        if self._param_dtype is not None and stored != {self._param_dtype}:
             wrapped = _Autocast(self._inner, self._param_dtype, self._device.type)
         ddp = DistributedDataParallel(
             wrapped,
@@ -131,4 +130,4 @@ class DDP(DataParallel):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         gradients = [p.grad for p in self._inner.parameters() if p.grad is not None]
-        return clip_grad_norm_(gradients, max_norm, None)
+        return clip_grad_norm_(gradients, max_norm, None, device=self._device)

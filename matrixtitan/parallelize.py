@@ -1,0 +1,139 @@
+"""From a model of shapes to a model that trains on all ranks: roles and plan, checkpointing, compile, strategy.
+
+The one place where a strategy is chosen. Every strategy gets the same parameter roles, from the same patterns, so that
+all of them train with the same optimizers. Allocates nothing. Next file: `strategies/base.py`, what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from matrixtitan.activation_checkpoint import apply_activation_checkpointing
+from matrixtitan.config import Config
+from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
+from matrixtitan.optim.build import check_patterns
+from matrixtitan.plan.planner import PlanSettings, make_plan
+from matrixtitan.plan.roles import param_specs
+from matrixtitan.plan.shard import ParamSpec, Plan
+from matrixtitan.strategies.base import DataParallel
+from matrixtitan.strategies.ddp import DDP
+from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
+
+
+class Parallelized(NamedTuple):
+    """`plan` is None where a strategy has no owners; `close` ends what runs in the background."""
+
+    strategy: DataParallel
+    plan: Plan | None
+    close: Callable[[], None]
+
+
+def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.device) -> Parallelized:
+    """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing."""
+    check_patterns([name for name, _ in model.named_parameters()], config.optimizer)
+    specs = model_specs(model, config)
+    apply_activation_checkpointing(model, config.activation_checkpoint)
+    if config.compile.enable:
+        compile_blocks(model)
+    return STRATEGIES[config.parallelism.strategy](model, specs, config, mesh, device)
+
+
+def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
+    """Name of the unit that holds a parameter, as `fully_shard` names it."""
+    for names in unit_names:
+        if any(fqn.startswith(f"{name}.") for name in names):
+            return "+".join(names)
+    raise RuntimeError(f"{fqn} is in none of the model's units {list(unit_names)}")
+
+
+def model_specs(model: nn.Module, config: Config) -> list[ParamSpec]:
+    """Role, unit and block rows of every parameter, in the model's order; patterns from model and config together."""
+    units = model.unit_names()
+    optimizer = config.optimizer
+    return param_specs(
+        [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in model.named_parameters()],
+        lambda fqn: unit_of(units, fqn),
+        tail_patterns=[*model.tail_patterns, *optimizer.tail_patterns],
+        per_head_patterns={pattern: model.head_dim for pattern in optimizer.per_head_patterns},
+    )
+
+
+def plan_settings(config: Config) -> PlanSettings:
+    """What a plan's bytes and FLOPs depend on."""
+    optimizer = config.optimizer
+    stored = dtype_of(config.training.dtype).itemsize
+    return PlanSettings(
+        matrix_optimizer=optimizer.name,
+        param_bytes=stored,
+        grad_bytes=stored,  # gradients are reduced into the dtype of the stored rows
+        state_bytes=stored,
+        ns_steps=optimizer.ns_steps,
+        precondition_frequency=optimizer.precondition_frequency,
+        max_precond_dim=optimizer.max_precond_dim,
+    )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a config names."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch: write float32 or bfloat16")
+    return dtype
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block's `forward`, not the module: hooks stay outside the graph and names stay as they are."""
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, fullgraph=True)
+
+
+def _matrix_fsdp(
+    model: nn.Module, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+) -> Parallelized:
+    parallelism, training = config.parallelism, config.training
+    plan = make_plan(specs, mesh.size(mesh.ndim - 1), plan_settings(config))
+    runtime = fully_shard(
+        model,
+        units=model.unit_names(),
+        mesh=mesh,
+        plan=plan,
+        device=device,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype_of(training.mixed_precision_param),
+            reduce_dtype=dtype_of(training.mixed_precision_reduce),
+        ),
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        transport=parallelism.transport,
+        prefetch=parallelism.prefetch,
+        gradient_reduction="sum",
+    )
+    strategy = MatrixFSDPStrategy(runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch)
+    return Parallelized(strategy, plan, runtime.close)
+
+
+def _ddp(
+    model: nn.Module, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+) -> Parallelized:
+    strategy = DDP(
+        model,
+        specs,
+        device=device,
+        param_dtype=dtype_of(config.training.mixed_precision_param),
+        reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
+    )
+    return Parallelized(strategy, None, _nothing_to_close)
+
+
+def _nothing_to_close() -> None:
+    return None
+
+
+Build = Callable[[nn.Module, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
+
+STRATEGIES: dict[str, Build] = {"matrix_fsdp": _matrix_fsdp, "ddp": _ddp}
+"""What `parallelism.strategy` may name."""

@@ -1,0 +1,254 @@
+"""One training run: build everything in order, then the loop.
+
+`Trainer.__init__` reads as the list of parts and `Trainer.train` as the phases of a step: data, forward and backward,
+optimizer, log, validate, save. Owns the order of things and the train state (step, window, tokens); every part's own
+logic is in its own file. Next file: `parallelize.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from matrixtitan.config import Config
+from matrixtitan.data.dataloader import build_dataloader, build_validation_loader
+from matrixtitan.data.tokenizer import load_tokenizer
+from matrixtitan.log import get_logger
+from matrixtitan.metrics import Metrics, StepReport
+from matrixtitan.optim.lr_schedule import LRSchedule
+from matrixtitan.parallelize import parallelize
+from matrixtitan.profiler import Profiler
+from models import build_model
+
+logger = get_logger()
+
+Batch = tuple[Tensor, Tensor]  # tokens and labels, each (B, T) int64
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not a number; raised on all ranks, before the update."""
+
+
+@dataclass
+class TrainState:
+    """What a resumed run continues from. `window` is the index of the next window of the data stream."""
+
+    step: int = 0
+    window: int = 0
+    tokens_seen: int = 0
+    skipped_steps: int = 0
+
+
+def microbatches_per_step(global_batch_size: int, local_batch_size: int, dp_world_size: int) -> int:
+    """How many forward and backward passes of `local_batch_size` sequences each rank makes in a step."""
+    together = local_batch_size * dp_world_size
+    if global_batch_size % together:
+        lower = global_batch_size // together * together
+        nearest = [str(size) for size in (lower, lower + together) if size]
+        raise ValueError(
+            f"training.global_batch_size {global_batch_size} cannot be shared evenly: {dp_world_size} ranks of "
+            f"training.local_batch_size {local_batch_size} take {together} sequences at a time. "
+            f"The nearest that can: {' or '.join(nearest)}; or change local_batch_size"
+        )
+    return global_batch_size // together
+
+
+class Trainer:
+    """A whole run; use it as a context manager, so that loaders, writers and the process group end with it.
+
+    ValueError for a config that cannot work here, RuntimeError when training cannot go on.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._closing = ExitStack()
+        try:
+            self._build()
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
+
+    def _build(self) -> None:
+        config, training = self.config, self.config.training
+
+        # Processes
+        self.world = self._closing.enter_context(init_world(config))
+        self.device = self.world.device
+        set_seeds(config.debug)
+        self.dump_folder = Path(config.job.dump_folder)
+        self.microbatches = microbatches_per_step(
+            training.global_batch_size, training.local_batch_size, self.world.size
+        )
+        self.tokens_per_step = training.global_batch_size * training.seq_len
+
+        # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        with torch.device("meta"):
+            self.model = build_model(
+                config.model.name,
+                config.model.flavor,
+                vocab_size=self.tokenizer.n_words,
+                max_seq_len=training.seq_len,
+                tie_embeddings=config.model.tie_embeddings,
+            )
+        self.strategy, self.plan = parallelize(self.model, config, self.world.mesh, self.device)
+        self.strategy.materialize(self._init_rows)
+        self.model.init_buffers(self.device)
+
+        # Optimizers and schedule
+        self.optimizers = self.strategy.build_optimizers(config.optimizer)
+        self.schedule = LRSchedule(config.lr_scheduler, self.optimizers)
+
+        # Where to start from, and the data from there on
+        self.state = TrainState()
+        self.checkpointer = self._closing.enter_context(
+            Checkpointer(config.checkpoint, config, self.strategy, self.optimizers)
+        )
+        self._resume()
+        self.batches: Iterator[Batch] = self._open_data()
+
+        # Reports
+        self._save_description()
+        self.metrics = Metrics(
+            config.metrics,
+            self.dump_folder,
+            device=self.device,
+            rank=self.world.rank,
+            world_size=self.world.size,
+            flops_per_token=self.model.flops_per_token(training.seq_len),
+            total_steps=training.steps,
+            start_step=self.state.step,
+        )
+        self._closing.callback(self.metrics.close)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run to `training.steps`. Every rank calls the same collectives in the same order."""
+        training = self.config.training
+        first_step = self.state.step + 1
+        gc.disable()  # a collection at its own time on each rank makes all the others wait
+        self._closing.callback(gc.enable)
+        self.metrics.begin()
+        with Profiler(self.config.profiling, self.dump_folder, self.world.rank, self.state.step) as profiler:
+            for step in range(first_step, training.steps + 1):
+                last = step == training.steps
+                self.schedule.set_step(step)
+
+                loss = self._forward_backward()
+                grad_norm = self._update(step, loss)
+                self._advance(step)
+
+                if step == first_step or last or step % self.config.metrics.log_freq == 0:
+                    self._log(step, loss, grad_norm)
+                if self._is_validation_step(step, last):
+                    self.validate(step)
+                self._save(step, last)
+
+                profiler.step()
+                self.metrics.progress(step)
+                if step == first_step:
+                    self.world.set_timeout(self.config.comm.train_timeout_seconds)
+                if training.gc_freq and step % training.gc_freq == 0:
+                    gc.collect(1)
+
+    def _forward_backward(self) -> Tensor:
+        """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
+        loss_sum = torch.zeros((), device=self.device)
+        for microbatch in range(self.microbatches):
+            with self.metrics.timer.phase("data"):
+                tokens, labels = self._next_batch()
+            with self.metrics.timer.phase("forward_backward"):
+                self.strategy.set_reduce_gradients(microbatch == self.microbatches - 1)
+                loss = self.strategy.model(tokens, labels) / self.tokens_per_step
+                # 1 for a number and nan for anything else, so that one rank's bad loss is in every rank's gradient norm.
+                loss.backward(gradient=loss.detach() * 0 + 1)
+                loss_sum += loss.detach()
+        return loss_sum
+
+    def _update(self, step: int, loss: Tensor) -> float:
+        """Clip and step the optimizers; return the gradient norm. A norm that is not finite changes no weight."""
+        with self.metrics.timer.phase("optimizer"):
+            grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
+            if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
+                self.strategy.step(self.optimizers)
+            else:
+                self._on_nonfinite(step, loss, grad_norm)
+            self.strategy.model.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
+        """All ranks are here together: find out where it began, then stop or skip."""
+        losses = [torch.empty_like(loss) for _ in range(self.world.size)]
+        dist.all_gather(losses, loss)
+        bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
+        where = f"the loss of ranks {bad}" if bad else "no loss, but gradients: they overflowed in backward"
+        message = f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before this step"
+        if self.config.training.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{message}. Lower the learning rate, look at the data of this step, or go on over such steps with "
+                'training.on_nonfinite = "skip"'
+            )
+        self.state.skipped_steps += 1
+        if self.world.rank == 0:
+            logger.warning("%s; skipped (%d so far)", message, self.state.skipped_steps)
+
+    def _advance(self, step: int) -> None:
+        self.state.step = step
+        self.state.window += self.config.training.global_batch_size
+        self.state.tokens_seen += self.tokens_per_step
+
+    def _log(self, step: int, loss: Tensor, grad_norm: float) -> None:
+        factor = self.schedule.factor(step)
+        optimizer = self.config.optimizer
+        self.metrics.log_step(
+            step,
+            local_loss=loss.item(),
+            grad_norm=grad_norm,
+            learning_rates={"matrix": optimizer.lr * factor, "tail": optimizer.tail_lr * factor},
+            tokens_per_step=self.tokens_per_step,
+            skipped_steps=self.state.skipped_steps,
+        )
+
+    # --- validation --------------------------------------------------------------------------------------------------
+
+    def _is_validation_step(self, step: int, last: bool) -> bool:
+        validation = self.config.validation
+        return validation.enable and (last or step % validation.freq == 0)
+
+    @torch.no_grad()
+    def validate(self, step: int) -> float:
+        """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank."""
+        with self.metrics.timer.phase("validation"):
+            self.model.eval()
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
+            for tokens, labels in self.validation_batches():
+                tokens, labels = tokens.to(self.device), labels.to(self.device)
+                total[0] += self.strategy.model(tokens, labels)
+                total[1] += (labels != IGNORE_INDEX).sum()
+            self.model.train()
+            dist.all_reduce(total)
+            loss_sum, count = total.tolist()
+        self.metrics.log_validation(step, loss_sum / count, int(count))
+        return loss_sum / count
