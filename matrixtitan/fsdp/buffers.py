@@ -1,0 +1,93 @@
+"""Storage of a unit: the owner buffer, which lives as long as the unit, and the transient one, which comes and goes.
+
+Owns layouts and allocation. It never communicates and knows no module. Next: `param.py`, then `unit.py`.
+
+[Note: regions]
+All whole parameters of a unit with the same owner lie one after the other, in the same order and with the same
+alignment on every rank: the owner's *region*. A region is one message. On the owner it lies in the owner buffer, on
+the others in the transient buffer, and nothing is copied out of either. A parameter that is cut between ranks must be
+contiguous when gathered, so it lies outside the regions and each segment of it is a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from matrixtitan.plan.shard import MatrixShard
+
+CPU_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+CUDA_ALIGNMENT = 256  # bytes: what the caching allocator guarantees for a tensor of its own
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element offsets of a unit's parameters.
+
+    `in_region` maps a whole parameter to its offset inside its owner's region, `region_numel[r]` is the size of rank
+    r's region, and `split` lists the parameters that are cut between ranks.
+    """
+
+    in_region: dict[str, int]
+    region_numel: tuple[int, ...]
+    split: tuple[MatrixShard, ...]
+
+
+def align_up(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+def element_alignment(device: torch.device, dtype: torch.dtype) -> int:
+    """Alignment in elements of `dtype`."""
+    return (CUDA_ALIGNMENT if device.type == "cuda" else CPU_ALIGNMENT) // dtype.itemsize
+
+
+def lay_out(shards: Sequence[MatrixShard], world_size: int, alignment: int) -> Layout:
+    """Place `shards` (one unit's, in order) into regions; `alignment` is in elements."""
+    in_region: dict[str, int] = {}
+    region_numel = [0] * world_size
+    for shard in shards:
+        if shard.is_whole:
+            in_region[shard.fqn] = region_numel[shard.owner]
+            region_numel[shard.owner] += align_up(shard.numel, alignment)
+    split = tuple(shard for shard in shards if len(shard.segments) > 1)
+    return Layout(in_region, tuple(region_numel), split)
+
+
+class TransientBuffer:
+    """One flat tensor whose storage exists only between `allocate` and `free`.
+
+    Views of it (the unsharded parameters, the tensors that messages are received into) are made once, before the first
+    `free`, and stay valid: the storage is resized, never replaced, so what autograd saved for backward sees the
+    refilled values.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = numel * dtype.itemsize
+
+    def allocate(self) -> None:
+        """Called with the compute stream current: see [Note: stream order instead of record_stream]."""
+        self.flat.untyped_storage().resize_(self._nbytes)
+
+    def free(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return self.flat.untyped_storage().nbytes()
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """The same storage under a version counter of its own.
+
+    [Note: refilling does not touch autograd's version counter]
+    Autograd refuses a saved tensor whose version changed since it was saved. A gathered weight is freed after forward
+    and refilled before backward with the same values, which is not a change. So the parameter that autograd sees and
+    the tensors that we write through share storage but no counter: `.data`, unlike `.detach()`, gives that.
+    """
+    return tensor.data

@@ -1,0 +1,333 @@
+"""When each unit is gathered, freed and reduced: the hooks around its modules, and the order that all ranks share.
+
+Owns the schedule of one sharded model and its state over a forward and a backward. It moves no bytes (`unit.py`).
+
+[Note: when a unit's gradients are reduced]
+One autograd function on a module's inputs tells that the backward through that call is over, parameter gradients
+included, because autograd runs what was recorded later first. When a unit's last outstanding call is over, its
+gradients are reduced, with zeros for parameters that this rank did not use. Calls whose inputs need no gradient (the
+embedding), and units called from several places (tied weights), are over when the whole backward is: they reduce in
+the engine's final callback, in a fixed order. Counting gradient hooks instead would break tied weights and repeated
+forwards.
+
+[Note: a call lives as long as its graph]
+Only the autograd graph holds a Call. A forward whose output is dropped without a backward takes its Call with it, so
+a forgotten forward cannot hold back a later reduction.
+
+[Note: one order on all ranks]
+Collectives match by order. Units are gathered on demand in the order of forward, which must be the same on every
+rank. The first forward checks that with a small all-gather per unit and records the order; later ones prefetch by it,
+and raise where they depart from it, since the other ranks have then begun a gather that this one will never join.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from matrixtitan.fsdp.unit import Reduction, Unit
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class Call:
+    """One forward of one of a unit's modules with gradients enabled."""
+
+    __slots__ = ("__weakref__", "begun", "over", "state")
+
+    def __init__(self, state: UnitState) -> None:
+        self.state = state
+        self.begun = False  # its backward has begun
+        self.over = False
+
+
+class UnitState:
+    """A unit and what the schedule remembers of it between hooks."""
+
+    def __init__(self, unit: Unit, index: int, keep: bool, gather_in_backward: bool) -> None:
+        self.unit = unit
+        self.index = index
+        self.keep = keep  # stays gathered between forward and backward
+        self.gather_in_backward = gather_in_backward
+        self.running: list[Call | None] = []  # forwards now executing, innermost last
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # forwards whose backward is not over
+        self.modules_run: set[nn.Module] = set()
+
+    @property
+    def in_backward(self) -> bool:
+        return any(call.begun for call in self.calls)
+
+
+class CheckOrder(Protocol):
+    """Raises on every rank unless all ranks gather the unit of this index now."""
+
+    def __call__(self, index: int) -> None: ...
+
+
+class Schedule:
+    """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        states: list[UnitState],
+        *,
+        prefetch: int,
+        check_order: CheckOrder,
+        param_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+    ) -> None:
+        self.root = root
+        self.states = states
+        self.prefetch = prefetch
+        self.reduce_gradients = True
+        self._check_order = check_order
+        self._param_dtype = param_dtype
+        self._output_dtype = output_dtype
+        self._recorded: list[UnitState] = []  # the order of the forward now running
+        self._order: list[UnitState] | None = None  # the order of the first whole forward
+        self._in_root_forward = False
+        self._in_backward = False
+        self._begun: list[Call] = []  # calls whose backward began in the backward now running
+        self._reductions: list[Reduction] = []
+        self._handles: list[Any] = []
+        self._install()
+
+    def _install(self) -> None:
+        self._handles.append(self.root.register_forward_pre_hook(self._root_pre_forward, with_kwargs=True))
+        for state in self.states:
+            for module in state.unit.modules:
+                self._handles += [
+                    module.register_forward_pre_hook(partial(self._pre_forward, state), with_kwargs=True),
+                    module.register_forward_hook(partial(self._post_forward, state), always_call=True),
+                    module.register_state_dict_pre_hook(self._before_state_dict),
+                    module.register_load_state_dict_pre_hook(self._before_state_dict),
+                ]
+        self._handles.append(self.root.register_forward_hook(self._root_post_forward))
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free every gathered unit: parameters() yields the sharded ones again, and no stale copy can train on."""
+        for state in self.states:
+            state.unit.reshard()
+            state.modules_run.clear()
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward:
+            return  # a recomputation, with the whole model inside a checkpoint
+        for state in self.states:
+            state.unit.check_materialized()
+            state.running.clear()
+        self.reshard()  # whatever an earlier forward left gathered may be stale by now
+        self._recorded = []
+        self._in_root_forward = True
+
+    def _pre_forward(self, state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        unit = state.unit
+        if state.in_backward:  # recomputed by a checkpoint outside the unit: weights are needed, hooks are in place
+            unit.finish_unshard()
+            return None
+        if self._in_backward and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.name}: forward runs inside backward, before the backward of its first forward began; "
+                "reentrant checkpointing is not supported: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        if unit.state == "sharded" and self._in_root_forward and self._order is None and unit.params:
+            unit.check_materialized()
+            self._check_order(state.index)
+        if self._in_root_forward and state not in self._recorded:
+            self._recorded.append(state)
+        self._gather(state, self._order, step=1)
+        if self._param_dtype is not None:
+            args, kwargs = _map_tensors((args, kwargs), partial(_cast_floating, dtype=self._param_dtype))
+        call = None
+        if torch.is_grad_enabled():
+            call = Call(state)
+            state.calls.add(call)
+            args, kwargs = _watch_inputs(self, call, args, kwargs)
+        state.running.append(call)
+        return args, kwargs
+
+    def _gather(self, state: UnitState, order: list[UnitState] | None, step: int) -> None:
+        """Gather one unit and begin with the next ones in `order`, its own first."""
+        state.unit.start_unshard()
+        if order is not None and state in order:
+            position = order.index(state)
+            ahead = order[position + 1 :] if step > 0 else order[:position][::-1]
+            for other in ahead[: self.prefetch]:
+                if step > 0 or (other.gather_in_backward and len(other.calls)):
+                    other.unit.start_unshard()
+        state.unit.finish_unshard()
+
+    def _post_forward(self, state: UnitState, module: nn.Module, args: Any, output: Any) -> None:
+        if not state.running:
+            return  # recomputed inside backward, or stopped by an error before it began
+        call = state.running.pop()
+        needs_grad = False
+        if call is not None:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._pre_backward, call))
+                    needs_grad = True
+        state.modules_run.add(module)
+        if len(state.modules_run) < len(state.unit.modules) and self._in_root_forward:
+            return  # tied: its other module is still to come
+        state.modules_run.clear()
+        if not (state.keep and needs_grad):
+            state.unit.reshard()
+
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._in_backward:
+            return None
+        self._in_root_forward = False
+        if self._order is None:
+            self._order = self._recorded
+        elif set(self._order) != set(self._recorded):
+            ran = {state.unit.name for state in self._recorded}
+            expected = {state.unit.name for state in self._order}
+            raise RuntimeError(
+                "this forward ran other units than the first one did: "
+                f"missing {sorted(expected - ran)}, new {sorted(ran - expected)}. Every forward on every rank must run "
+                "the same units, since all ranks gather them together; branch inside a unit instead"
+            )
+        for state in self.states:
+            if state.modules_run:  # tied, but only one of its modules ran
+                state.modules_run.clear()
+                state.unit.reshard()
+        if self._output_dtype is not None:
+            return _map_tensors(output, partial(_cast_floating, dtype=self._output_dtype))
+        return None
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, call: Call, grad: Tensor) -> None:
+        state = call.state
+        if not self._in_backward:
+            self._in_backward = True
+            _at_end_of_backward(self._end_backward)
+        if not call.begun:
+            call.begun = True
+            self._begun.append(call)
+        if state.gather_in_backward:
+            self._gather(state, self._order, step=-1)
+
+    def _post_backward(self, call: Call) -> None:
+        """All gradients of one call are there."""
+        if call.over:
+            return
+        call.over = True
+        state = call.state
+        state.calls.discard(call)
+        state.unit.reshard()
+        if not state.calls:
+            self._reduce(state)
+
+    def _reduce(self, state: UnitState) -> None:
+        if not state.unit.trainable:
+            return
+        if not self.reduce_gradients:
+            state.unit.keep_gradients()
+            return
+        if len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._reductions[-MAX_REDUCTIONS_IN_FLIGHT].wait_for_owners()  # bounds the full gradients alive
+        self._reductions.append(state.unit.start_reduce())
+
+    def _end_backward(self) -> None:
+        try:
+            unfinished = [call for call in self._begun if not call.over]
+            for call in unfinished:
+                call.over = True
+                call.state.calls.discard(call)
+            late = {call.state for call in unfinished}
+            for state in sorted(late, key=lambda s: s.index, reverse=True):
+                state.unit.reshard()
+                if not state.calls:
+                    self._reduce(state)
+            for reduction in self._reductions:
+                reduction.wait_for_owners()
+            for reduction in self._reductions:
+                reduction.finish()
+            self.reshard()
+        finally:
+            self._reductions = []
+            self._begun = []
+            self._in_backward = False
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a module's inputs; its backward runs when the module's own is over."""
+
+    @staticmethod
+    def forward(ctx: Any, schedule: Schedule, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.schedule = schedule
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.schedule._post_backward(ctx.call)
+        return None, None, *grads
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward now running is over.
+
+    Private in PyTorch up to 2.15; DDP and FSDP2 use it too, and no public hook runs at that point. Only used here.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _watch_inputs(schedule: Schedule, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Pass every input that needs a gradient through one _PostBackward."""
+    inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    watched: Iterator[Tensor] = iter(_PostBackward.apply(schedule, call, *inputs))
+    return _map_tensors((args, kwargs), lambda tensor: next(watched) if tensor.requires_grad else tensor)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists, dicts and dataclasses, in a fixed order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _tensors(getattr(tree, field.name))
+
+
+def _map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with `fn` applied to each tensor, in the order of `_tensors`."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, dict):
+        mapped = {key: _map_tensors(value, fn) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(**mapped)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map_tensors(value, fn) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map_tensors(value, fn) for value in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changes = {f.name: _map_tensors(getattr(tree, f.name), fn) for f in dataclasses.fields(tree) if f.init}
+        return dataclasses.replace(tree, **changes)
+    return tree
+
+
+def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

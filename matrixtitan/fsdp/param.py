@@ -1,0 +1,84 @@
+"""One parameter's two lives: the sharded one that optimizers see and the unsharded one that computes.
+
+Both nn.Parameter objects exist once; a module's attribute is switched between them. This file never communicates and
+never allocates the buffers they view (`unit.py` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from matrixtitan.plan.shard import MatrixShard
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a parameter hangs: `getattr(module, name)`. A tied parameter has several."""
+
+    module: nn.Module
+    name: str
+
+
+class ShardedParam:
+    """`sharded`: this rank's rows, stored dtype, shape (rows, *shape[1:]), zero rows where it owns none.
+    `unsharded`: the full shape in compute dtype; its storage is there only while the unit is gathered."""
+
+    def __init__(self, shard: MatrixShard, slots: list[Slot], rank: int, dtype: torch.dtype, trainable: bool) -> None:
+        self.shard = shard
+        self.slots = slots
+        self.segment = shard.segment(rank)
+        self.dtype = dtype
+        self.trainable = trainable
+        self.sharded = nn.Parameter(
+            torch.empty(shard.local_shape(rank), dtype=dtype, device="meta"), requires_grad=trainable
+        )
+        self.unsharded: nn.Parameter | None = None
+        self.unreduced_grad: Tensor | None = None  # full shape, reduce dtype: accumulated without reducing
+
+    @property
+    def fqn(self) -> str:
+        return self.shard.fqn
+
+    @property
+    def owned_here(self) -> bool:
+        return self.segment is not None
+
+    def bind(self, sharded: Tensor, unsharded: Tensor) -> None:
+        """Give both lives their storage. The tensors must be aliases: see [Note: refilling ...] in buffers.py."""
+        self.sharded = nn.Parameter(sharded, requires_grad=self.trainable)
+        self.unsharded = nn.Parameter(unsharded, requires_grad=self.trainable)
+        self.use_sharded()
+
+    def use_sharded(self) -> None:
+        for slot in self.slots:
+            setattr(slot.module, slot.name, self.sharded)
+
+    def use_unsharded(self) -> None:
+        assert self.unsharded is not None
+        for slot in self.slots:
+            if getattr(slot.module, slot.name) is not self.sharded:
+                raise RuntimeError(
+                    f"{self.fqn} was replaced after fully_shard (by load_state_dict(assign=True), module.to() or an "
+                    "assignment?); copy new values into the sharded parameter in place instead"
+                )
+            setattr(slot.module, slot.name, self.unsharded)
+
+    def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """The full local gradient (shape of the full parameter) in `dtype`, unreduced ones included; None if unused.
+
+        The result is no longer referenced from here.
+        """
+        assert self.unsharded is not None
+        grad, self.unsharded.grad = self.unsharded.grad, None
+        kept, self.unreduced_grad = self.unreduced_grad, None
+        if kept is None:
+            return grad
+        return kept if grad is None else kept.add_(grad)
+
+    def keep_gradient(self, dtype: torch.dtype) -> None:
+        """Accumulate the local gradient without reducing it, in `dtype` (reduce dtype)."""
+        grad = self.take_gradient(dtype)
+        self.unreduced_grad = None if grad is None else grad.to(dtype)

@@ -1,0 +1,309 @@
+"""One unit's life: SHARDED -> (unshard) -> UNSHARDED -> (reshard) -> SHARDED, and its gradients' way to their owners.
+
+Owns the unit's buffers and its parameters' state. It is told when to do what by `hooks.py` and moves bytes through
+`transports.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from matrixtitan.fsdp.buffers import TransientBuffer, alias, align_up, element_alignment, lay_out
+from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.streams import Channel, Pending
+from matrixtitan.fsdp.transports import Piece, Transport
+
+PACK_BELOW = 64 * 1024
+"""Bytes. Smaller gradients with the same owner are reduced in one message; larger ones go as autograd made them, which
+saves the copy."""
+
+FillRows = Callable[[str, tuple[int, ...], int, Tensor], None]
+"""(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's value into `out`."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What all units share: who we are and how bytes move. `unshard`/`reduce` are None in a group of one rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    unshard: Transport | None
+    reduce: Transport | None
+    replicas: dist.ProcessGroup | None
+    unshard_channel: Channel
+    reduce_channel: Channel
+    replica_channel: Channel
+    gradient_divisor: int
+
+
+class Unit:
+    """Parameters gathered and freed together."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: list[nn.Module],
+        params: list[ShardedParam],
+        communication: Communication,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.modules = modules
+        self.params = params
+        self.state: Literal["sharded", "unsharding", "unsharded"] = "sharded"
+        self._comm = communication
+        dtypes = {param.dtype for param in params}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"unit {name!r} mixes dtypes: "
+                + ", ".join(f"{param.fqn} is {param.dtype}" for param in params)
+                + "; make them one dtype, or put them into different units"
+            )
+        self.stored_dtype = dtypes.pop() if dtypes else torch.get_default_dtype()
+        self.compute_dtype = param_dtype or self.stored_dtype
+        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.pinned = self.compute_dtype == self.stored_dtype
+        self._pending: Pending | None = None
+        self._owner_flat: Tensor | None = None
+        self._transient: TransientBuffer | None = None
+        self._pieces: list[Piece] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (into the transient buffer, from the owner buffer)
+
+    # --- storage ---------------------------------------------------------------------------------------------------
+
+    def materialize(self, fill_rows: FillRows | None) -> None:
+        """Allocate the owner buffer and make both lives of every parameter real."""
+        comm, device = self._comm, self._comm.device
+        shards = [param.shard for param in self.params]
+        alignment = element_alignment(device, min(self.stored_dtype, self.compute_dtype, key=lambda d: d.itemsize))
+        layout = lay_out(shards, comm.world_size, alignment)
+
+        # Owner buffer, stored dtype: my region, then my rows of split parameters.
+        split_at: dict[str, int] = {}
+        owner_numel = layout.region_numel[comm.rank]
+        for param in self.params:
+            if not param.shard.is_whole and param.segment is not None:
+                split_at[param.fqn] = owner_numel
+                owner_numel += align_up(param.segment.rows * param.shard.row_numel, alignment)
+        self._owner_flat = torch.zeros(owner_numel, dtype=self.stored_dtype, device=device)
+
+        # Transient buffer, compute dtype: the regions that I lack, then the split parameters.
+        region_at: dict[int, int] = {}
+        transient_numel = 0
+        for owner, numel in enumerate(layout.region_numel):
+            if not (self.pinned and owner == comm.rank):
+                region_at[owner] = transient_numel
+                transient_numel += numel
+        gathered_at: dict[str, int] = {}
+        for shard in layout.split:
+            gathered_at[shard.fqn] = transient_numel
+            transient_numel += align_up(shard.numel, alignment)
+        self._transient = TransientBuffer(transient_numel, self.compute_dtype, device)
+        owned, transient = self._owner_flat, self._transient.flat
+
+        self._pieces, self._copies = [], []
+        for owner, numel in enumerate(layout.region_numel):
+            if not numel:
+                continue
+            if owner in region_at:
+                tensor = transient[region_at[owner] : region_at[owner] + numel]
+                if owner == comm.rank:
+                    self._copies.append((tensor, owned[:numel]))  # the cast to compute dtype
+            else:
+                tensor = owned[:numel]
+            self._pieces.append(Piece(owner, tensor))
+        for shard in layout.split:
+            begin = gathered_at[shard.fqn]
+            for segment in shard.segments:
+                rows = transient[begin + segment.start * shard.row_numel : begin + segment.stop * shard.row_numel]
+                self._pieces.append(Piece(segment.rank, rows))
+                if segment.rank == comm.rank:
+                    mine = split_at[shard.fqn]
+                    self._copies.append((rows, owned[mine : mine + rows.numel()]))
+
+        for param in self.params:
+            shard = param.shard
+            local_shape = shard.local_shape(comm.rank)
+            if shard.is_whole:
+                offset = layout.in_region[shard.fqn]
+                mine = offset
+                if shard.owner in region_at:
+                    full = transient[region_at[shard.owner] + offset :][: shard.numel]
+                else:
+                    full = owned[offset:][: shard.numel]
+            else:
+                mine = split_at.get(shard.fqn, 0)
+                full = transient[gathered_at[shard.fqn] :][: shard.numel]
+            local_numel = (param.segment.rows if param.segment else 0) * shard.row_numel
+            local = owned[mine:][:local_numel] if local_numel else owned.new_empty(0)
+            param.bind(alias(local).view(local_shape), alias(full).view(shard.shape))
+            if fill_rows is not None and param.segment is not None:
+                fill_rows(param.fqn, shard.shape, param.segment.start, param.sharded.data)
+        self._transient.free()
+
+    @property
+    def transient_nbytes(self) -> int:
+        """Bytes of gathered weights alive now, on this rank."""
+        return self._transient.nbytes if self._transient is not None else 0
+
+    def check_materialized(self) -> None:
+        for param in self.params:
+            if param.sharded.is_meta:
+                raise RuntimeError(
+                    f"{param.fqn} is still on the meta device at the first forward; call materialize() on what "
+                    "fully_shard returned before running the model"
+                )
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def start_unshard(self) -> None:
+        """Begin to gather; a no-op unless SHARDED. All ranks must call it in the same order."""
+        if self.state != "sharded":
+            return
+        self.state = "unsharding"
+        transient, pieces, copies = self._transient, self._pieces, self._copies
+        if transient is None:
+            return  # no parameters
+        transport = self._comm.unshard
+        transient.allocate()
+
+        def issue() -> list[dist.Work]:
+            with torch.no_grad():
+                for target, source in copies:
+                    target.copy_(source)  # my rows of split parameters, and the one cast to compute dtype
+            return list(transport.unshard(pieces)) if transport is not None and pieces else []  # type: ignore[arg-type]
+
+        self._pending = self._comm.unshard_channel.submit(issue, f"gathering {self.name}")
+
+    def finish_unshard(self) -> None:
+        """Wait for the weights and put them into the modules."""
+        self.start_unshard()
+        if self.state == "unsharded":
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        for param in self.params:
+            param.use_unsharded()
+        self.state = "unsharded"
+
+    def reshard(self) -> None:
+        """Free the gathered weights and put the sharded parameters back."""
+        if self.state == "sharded":
+            return
+        self.finish_unshard()  # a prefetch in flight still writes into the buffer
+        for param in self.params:
+            param.use_sharded()
+        if self._transient is not None:
+            self._transient.free()
+        self.state = "sharded"
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        return any(param.trainable for param in self.params)
+
+    def keep_gradients(self) -> None:
+        """End a backward without reducing: full gradients stay here, in reduce dtype."""
+        for param in self.params:
+            if param.trainable:
+                param.keep_gradient(self.reduce_dtype)
+
+    def start_reduce(self) -> Reduction:
+        """Send every gradient to its owner. A parameter unused on this rank counts as zeros, so that ranks agree on
+        what is sent."""
+        pieces: list[Piece] = []
+        mine: list[tuple[ShardedParam, Tensor]] = []
+        small: dict[int, list[tuple[ShardedParam, Tensor]]] = {}
+        for param in self.params:
+            if not param.trainable:
+                continue
+            shard = param.shard
+            grad = param.take_gradient(self.reduce_dtype)
+            if grad is None:
+                grad = torch.zeros(shard.shape, dtype=self.reduce_dtype, device=self._comm.device)
+            grad = grad.to(self.reduce_dtype).contiguous()
+            if shard.is_whole and grad.numel() * grad.itemsize < PACK_BELOW:
+                small.setdefault(shard.owner, []).append((param, grad))
+                continue
+            rows = grad.view(-1)
+            for segment in shard.segments:
+                part = rows[segment.start * shard.row_numel : segment.stop * shard.row_numel]
+                pieces.append(Piece(segment.rank, part))
+                if segment.rank == self._comm.rank:
+                    mine.append((param, part))
+        for owner, group in sorted(small.items()):
+            flat = torch.cat([grad.view(-1) for _, grad in group])
+            pieces.append(Piece(owner, flat))
+            if owner == self._comm.rank:
+                parts = flat.split([grad.numel() for _, grad in group])
+                mine += [(param, part) for (param, _), part in zip(group, parts, strict=True)]
+        pieces = [piece for piece in pieces if piece.tensor.numel()]
+        transport = self._comm.reduce
+
+        def issue() -> list[dist.Work]:
+            return list(transport.reduce(pieces)) if transport is not None and pieces else []  # type: ignore[arg-type]
+
+        pending = self._comm.reduce_channel.submit(issue, f"reducing the gradients of {self.name}")
+        return Reduction(self, pending, pieces, mine)
+
+
+class Reduction:
+    """Gradients of one unit on their way. Holds every buffer until the compute stream has waited for it."""
+
+    def __init__(
+        self, unit: Unit, pending: Pending, pieces: list[Piece], mine: list[tuple[ShardedParam, Tensor]]
+    ) -> None:
+        self._unit = unit
+        self._pending: Pending | None = pending
+        self._replicas: Pending | None = None
+        self._pieces = pieces
+        self._mine = mine
+
+    def wait_for_owners(self) -> None:
+        """The sums are on their owners and full gradients are freed; with replicas, their all-reduce has begun."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._pieces = []
+        comm = self._unit._comm
+        # rows of a larger gradient move out of it, so that it can be freed
+        self._mine = [
+            (param, part.clone() if part.numel() < param.shard.numel else part) for param, part in self._mine
+        ]
+        if comm.replicas is not None and self._mine:
+            replicas, parts = comm.replicas, [part for _, part in self._mine]
+
+            def issue() -> list[dist.Work]:
+                works = [dist.all_reduce(part, group=replicas, async_op=True) for part in parts]
+                return [work for work in works if work is not None]
+
+            self._replicas = comm.replica_channel.submit(
+                issue, f"all-reducing the gradients of {self._unit.name} over replicas"
+            )
+
+    def finish(self) -> None:
+        """Add the sums to the sharded parameters' `.grad`, in their stored dtype."""
+        self.wait_for_owners()
+        if self._replicas is not None:
+            self._replicas.wait()
+        divisor = self._unit._comm.gradient_divisor
+        for param, part in self._mine:
+            if divisor != 1:
+                part.div_(divisor)
+            grad = part.view(param.sharded.shape).to(param.dtype)
+            if param.sharded.grad is None:
+                param.sharded.grad = grad
+            else:
+                param.sharded.grad += grad
+        self._mine = []
