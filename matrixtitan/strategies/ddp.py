@@ -4,8 +4,9 @@ Owns the wrapping (gradients summed, not averaged; names without a prefix) and n
 full-matrix ones on every rank and the clipping norm needs no collective. Next file: `matrix_fsdp.py`.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP checks the annotations of its communication hook, as objects.
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -99,13 +100,16 @@ class DDP(DataParallel):
         stored = {parameter.dtype for parameter in self._inner.parameters()}
         if self._param_dtype is not None and stored != {self._param_dtype}:
             wrapped = _Autocast(self._inner, self._param_dtype, self._device.type)
-        ddp = DistributedDataParallel(
-            wrapped,
-            process_group=self._group,
-            broadcast_buffers=False,  # the only buffers are tables that every rank computes alike
-            init_sync=False,  # init_rows and a checkpoint give every rank the same weights
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            # Its successor, forward_sync_buffers, is not in PyTorch 2.11.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            ddp = DistributedDataParallel(
+                wrapped,
+                process_group=self._group,
+                broadcast_buffers=False,  # the only buffers are tables that every rank computes alike
+                init_sync=False,  # init_rows and a checkpoint give every rank the same weights
+                gradient_as_bucket_view=True,
+            )
         ddp.register_comm_hook(ddp.process_group, _sum_gradients(self._reduce_dtype))
         self.model = ddp
 

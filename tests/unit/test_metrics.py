@@ -1,0 +1,147 @@
+"""The log line, the curves and the clock, on one process; over ranks: tests/distributed/test_trainer.py."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from matrixtitan.metrics import (
+    PEAK_FLOPS,
+    OverRanks,
+    PhaseTimer,
+    ProgressBar,
+    StepReport,
+    memory_figures,
+    peak_flops,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ],
+)
+def test_peak_flops_by_device_name(name: str, flops: float) -> None:
+    assert peak_flops(name) == flops
+
+
+@pytest.mark.parametrize("name", ["cpu", "NVIDIA A1000", "Tesla T4", "NVIDIA GeForce RTX 4090000", ""])
+def test_unknown_device_has_no_peak(name: str) -> None:
+    assert peak_flops(name) is None
+
+
+def test_every_table_entry_is_found_by_its_own_name() -> None:
+    assert {name: peak_flops(f"NVIDIA {name} 80GB") for name, _ in PEAK_FLOPS} == dict(PEAK_FLOPS)
+
+
+def test_phase_timer_adds_up_and_starts_anew() -> None:
+    timer = PhaseTimer(CPU)
+    for _ in range(2):
+        with timer.phase("data"):
+            time.sleep(0.01)
+    with timer.phase("optimizer"):
+        pass
+    taken = timer.take()
+    assert 20 <= taken["data"] < 500
+    assert 0 <= taken["optimizer"] < 10
+    assert timer.take() == {}
+
+
+def test_phase_that_raises_is_not_counted() -> None:
+    timer = PhaseTimer(CPU)
+    with pytest.raises(ValueError, match="inside"), timer.phase("data"):
+        raise ValueError("inside")
+    assert timer.take() == {}
+
+
+def test_over_ranks_names_the_slowest() -> None:
+    assert OverRanks.of([1.0, 4.0, 4.0, 3.0]) == OverRanks(mean=3.0, max=4.0, slowest_rank=1)
+
+
+def test_memory_of_a_cpu_process_is_its_peak() -> None:
+    before = memory_figures(CPU)["memory/max_rss_gib"]
+    block = torch.ones(2**27, dtype=torch.uint8)  # 1/8 GiB, written to
+    after = memory_figures(CPU)["memory/max_rss_gib"]
+    del block
+    assert 0.01 < before <= after < 1000
+    assert memory_figures(CPU)["memory/max_rss_gib"] >= after
+
+
+def report(**changes: object) -> StepReport:
+    fields: dict[str, object] = {
+        "step": 10,
+        "loss": 7.1234567,
+        "grad_norm": 0.5,
+        "learning_rates": {"matrix": 0.02, "tail": 0.003},
+        "tokens_per_second": 12345.6,
+        "mfu": None,
+        "phases": {"data": OverRanks(1.0, 2.0, 3)},
+        "memory": {"memory/max_rss_gib": 0.5},
+    }
+    return StepReport(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_curves_have_their_fixed_names() -> None:
+    assert report(mfu=0.4).scalars() == {
+        "loss/train": 7.1234567,
+        "grad_norm": 0.5,
+        "lr/matrix": 0.02,
+        "lr/tail": 0.003,
+        "throughput/tokens_per_second": 12345.6,
+        "throughput/mfu": 0.4,
+        "memory/max_rss_gib": 0.5,
+        "time/data_ms": 1.0,
+        "time/data_ms_max": 2.0,
+        "time/data_slowest_rank": 3,
+    }
+
+
+def test_log_line_leaves_out_what_is_not_known() -> None:
+    line = report().line(200)
+    assert line.startswith("step 10/200 | loss 7.123457 | grad_norm 0.500000 | lr matrix 2.000e-02 tail 3.000e-03")
+    assert "12,346 tokens/s" in line
+    assert "data 1.0 ms (max 2.0, rank 3)" in line
+    assert "mfu" not in line and "skipped" not in line
+
+
+def test_log_line_has_mfu_skips_and_the_allocator() -> None:
+    memory = {"memory/max_active_gib": 1.5, "memory/max_reserved_gib": 2.0, "memory/alloc_retries": 3.0}
+    line = report(mfu=0.412, skipped_steps=2, memory=memory).line(200)
+    assert "mfu 41.2%" in line and "2 steps skipped" in line
+    assert "memory 1.50 GiB active, 2.00 GiB reserved, 3 retries" in line
+
+
+def test_progress_bar_redraws_one_line_and_clears_it() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(4, stream, enabled=True)
+    bar.update(1, "loss 5")
+    bar.update(2)
+    assert "\n" not in stream.getvalue()
+    last = stream.getvalue().split("\r")[-1]
+    assert last.count("#") == ProgressBar.WIDTH // 2 and "2/4" in last
+    bar.clear()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_progress_bar_is_silent_where_there_is_no_terminal(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as stream:
+        bar = ProgressBar(4, stream)
+        bar.update(1)
+        bar.clear()
+        stream.seek(0)
+        assert stream.read() == ""
