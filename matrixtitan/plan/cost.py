@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from matrixtitan.plan.shard import Plan, Role
+from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan
 
 MatrixOptimizer = Literal["muon", "shampoo", "soap", "adamw"]
-NewtonSchulzForm = Literal["standard", "gram"]
+NewtonSchulzForm = Literal["standard", "gram", "auto"]
 Transport = Literal["grouped", "ring", "star", "all_gather"]
 Strategy = Literal[
     "matrix_fsdp",
@@ -38,8 +38,8 @@ ADAMW_FLOPS = 12
 """Elementwise operations per parameter of one AdamW step: decay, two moments, square root, quotient, update."""
 EIGH_FLOPS = 9
 """n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3)."""
-GRAM_RESTARTS = 1
-"""Times that the Gram form of Newton-Schulz goes back to the long matrix and begins a new product."""
+GRAM_FIRST_CHUNK, GRAM_CHUNK = 2, 3
+"""Steps of Newton-Schulz's Gram form before it first goes back to the long matrix, and between later restarts."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,8 @@ class CostSettings:
             )
 
 
-class Parameter(Protocol):
-    """What a ParamSpec and a MatrixShard share: enough to price their rows."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def role(self) -> Role: ...
-    @property
-    def block_rows(self) -> int: ...
-    @property
-    def trainable(self) -> bool: ...
+Parameter = ParamSpec | MatrixShard
+"""Both have a shape, a role, block rows and whether they train: enough to price their rows."""
 
 
 class ResidentBytes(NamedTuple):
@@ -149,20 +140,19 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
             }
 
 
-def newton_schulz_flops(
-    rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard"
-) -> int:
+def newton_schulz_flops(rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard") -> int:
     """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long side.
 
     Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n).
-    Gram: the iteration runs on m x m matrices, four products a step, and touches X twice per restart; the first step
-    after a start has no product to extend (one less), the last has no Gram matrix to carry on (two less).
+    Gram: the iteration runs on m x m matrices, four products a step, and touches X twice per chunk of steps; a chunk's
+    first step has no product to extend (one less), its last no Gram matrix to carry on (two less).
+    "auto": the cheaper one, which is Gram for five steps once n is over 1.5 m.
     """
     short, long = sorted((rows, cols))
-    if form == "standard":
-        return steps * (4 * short * short * long + 2 * short**3)
-    starts = min(1 + GRAM_RESTARTS, steps)
-    return starts * 4 * short * short * long + (4 * steps - 3 * starts) * 2 * short**3
+    standard = steps * (4 * short * short * long + 2 * short**3)
+    chunks = 1 + ceil(max(0, steps - GRAM_FIRST_CHUNK) / GRAM_CHUNK)
+    gram = chunks * 4 * short * short * long + (4 * steps - 3 * chunks) * 2 * short**3
+    return {"standard": standard, "gram": gram, "auto": min(standard, gram)}[form]
 
 
 def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
@@ -173,9 +163,7 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
     (8/3 n^3), the sorting diagonal and the moment's way to the new basis.
     """
     sides = _sides(rows, cols, settings)
-    passes = sum(
-        2 * rows * cols * side for side in sides
-    )  # one product from each preconditioned side
+    passes = sum(2 * rows * cols * side for side in sides)  # one product from each preconditioned side
     cubes = sum(side**3 for side in sides)
     match settings.matrix_optimizer:
         case "muon":
@@ -184,14 +172,10 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
             return ADAMW_FLOPS * rows * cols
         case "shampoo":
             refresh = (EIGH_FLOPS + 2) * cubes
-            return (
-                2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
-            )
+            return 2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
         case "soap":
             refresh = (4 * cubes + 8 * cubes // 3) + 2 * passes
-            return (
-                4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
-            )
+            return 4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
 
 
 def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
@@ -272,9 +256,7 @@ class LinkBytes(NamedTuple):
     link: int
 
 
-def transport_bytes(
-    transport: Transport, shares: Sequence[int], ranks_per_host: int = 1
-) -> LinkBytes:
+def transport_bytes(transport: Transport, shares: Sequence[int], ranks_per_host: int = 1) -> LinkBytes:
     """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction moves the same in the other direction.
 
     Ring, and `grouped` where each broadcast is a pipelined ring: rank r passes on all but what rank r + 1 holds, and
@@ -355,12 +337,12 @@ def choose_transport(
 
 
 class UnitSize(NamedTuple):
-    """Elements of one unit, and whether its weights stay gathered between forward and backward."""
+    """Elements of one unit, and how often its weights are gathered in a microbatch."""
 
     numel: int
     trainable: int
     matrix: int  # trainable elements of the matrix role
-    kept: bool
+    gathers: int = 2  # 1 where they are kept between forward and backward, or not needed in backward
 
 
 class StepBytes(NamedTuple):
@@ -370,19 +352,18 @@ class StepBytes(NamedTuple):
     optimizer: int
 
 
-def unit_sizes(
-    params: Iterable[Parameter], units: Iterable[str], kept: Iterable[str]
-) -> list[UnitSize]:
-    """Sizes of the units in order of first appearance; `units` names each parameter's unit, `kept` those kept gathered."""
-    kept_units = set(kept)
-    sizes: dict[str, list[int]] = {}
-    for param, unit in zip(params, units, strict=True):
-        numel = prod(param.shape)
-        size = sizes.setdefault(unit, [0, 0, 0])
-        size[0] += numel
-        size[1] += numel if param.trainable else 0
-        size[2] += numel if param.trainable and param.role == "matrix" else 0
-    return [UnitSize(*size, kept=name in kept_units) for name, size in sizes.items()]
+def unit_sizes(specs: Iterable[Parameter], gathered_once: Iterable[str] = ()) -> list[UnitSize]:
+    """Sizes of the units in order of first appearance; units named in `gathered_once` are gathered in forward alone."""
+    once = set(gathered_once)
+    sizes: dict[str, UnitSize] = {}
+    for spec in specs:
+        size = sizes.setdefault(spec.unit, UnitSize(0, 0, 0, 1 if spec.unit in once else 2))
+        trainable = spec.numel if spec.trainable else 0
+        matrix = trainable if spec.role == "matrix" else 0
+        sizes[spec.unit] = UnitSize(
+            size.numel + spec.numel, size.trainable + trainable, size.matrix + matrix, size.gathers
+        )
+    return list(sizes.values())
 
 
 def strategy_bytes(
@@ -402,7 +383,7 @@ def strategy_bytes(
     zero1_owner c P b, ours and ddp 0.
     """
     share = (world_size - 1) / world_size
-    gathered = sum(unit.numel * (1 if unit.kept else 2) for unit in units) * param_bytes
+    gathered = sum(unit.numel * unit.gathers for unit in units) * param_bytes
     reduced = sum(unit.trainable for unit in units) * grad_bytes
     matrix = sum(unit.matrix for unit in units)
     replicated = strategy in ("zero1_owner", "ddp")

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_SWAPS = 1000
 """Improving exchanges tried at most; each is applied to all ranks with the same contents at once."""
+
+
+NOTHING = -1
+"""In place of the number of a load: no piece comes back in a swap."""
 
 
 class Load(NamedTuple):
@@ -52,15 +56,11 @@ class Packing:
         margin = 1 + tolerance
         if self.max_bytes * margin < other.max_bytes:
             return True
-        return (
-            self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
-        )
+        return self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
 
     def ranks(self) -> list[Counter[Load]]:
         """The contents rank by rank, those with most FLOPs first."""
-        order = sorted(
-            self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True
-        )
+        order = sorted(self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True)
         return [
             Counter({load: count for load, count in zip(self.loads, content, strict=True) if count})
             for content in order
@@ -72,28 +72,23 @@ def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: floa
     """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, within `tolerance` of it, least FLOPs.
 
     `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting level are free.
+    The tolerance is spent only where it saves at least a quarter of itself in FLOPs.
     """
     loads = tuple(sorted(pieces, reverse=True))
     counts = [pieces[load] for load in loads]
-    total = poured + sum(load.bytes * count for load, count in zip(loads, counts, strict=True))
-    floor = -(-total // ranks)
-    by_bytes = _improve(
-        loads, _longest_first(loads, counts, ranks, by="bytes"), "bytes", floor, None
-    )
+    total = _weigh(loads, counts)
+    floor = -(-(poured + total.bytes) // ranks)
+    target = max([-(-total.flops // ranks), *(load.flops for load in loads)])
+    by_bytes = _improve(loads, _longest_first(loads, counts, ranks, "bytes"), "bytes", floor, None)
     least = Packing(loads, by_bytes, floor).max_bytes
-    cap = max(least, int(least * (1 + tolerance)))
-    mean_flops = -(
-        -sum(load.flops * count for load, count in zip(loads, counts, strict=True)) // ranks
-    )
-    busiest = max((load.flops for load in loads), default=0)
-    candidates = [by_bytes, _longest_first(loads, counts, ranks, by="flops", cap=cap)]
-    if cap > floor:  # a cap as loose as can be may steer badly: try the tight one too
-        candidates.append(_longest_first(loads, counts, ranks, by="flops", cap=max(least, floor)))
-    improved = [
-        Packing(loads, _improve(loads, c, "flops", max(mean_flops, busiest), cap), floor)
-        for c in candidates
-    ]
-    return min(improved, key=lambda p: (max(p.max_bytes, cap), p.max_flops, p.max_bytes))
+
+    def fastest(cap: int) -> Packing:
+        starts = (by_bytes, _longest_first(loads, counts, ranks, "flops", cap))
+        packings = [Packing(loads, _improve(loads, start, "flops", target, cap), floor) for start in starts]
+        return min(packings, key=lambda packing: (max(packing.max_bytes, cap), packing.max_flops))
+
+    tight, loose = fastest(least), fastest(int(least * (1 + tolerance)))
+    return loose if loose.max_flops * (1 + tolerance / 4) < tight.max_flops else tight
 
 
 def water_level(held: Sequence[int], poured: int) -> int:
@@ -109,9 +104,7 @@ def water_level(held: Sequence[int], poured: int) -> int:
 
 
 def _weigh(loads: Sequence[Load], content: Iterable[int]) -> Load:
-    weights = [
-        (load.bytes * n, load.flops * n) for load, n in zip(loads, content, strict=True) if n
-    ]
+    weights = [(load.bytes * n, load.flops * n) for load, n in zip(loads, content, strict=True) if n]
     return Load(sum(w[0] for w in weights), sum(w[1] for w in weights))
 
 
@@ -126,9 +119,7 @@ def _longest_first(
     primary, second = (0, 1) if by == "bytes" else (1, 0)
     held = [[0] * len(loads) for _ in range(ranks)]
     heap = [(0, 0, rank) for rank in range(ranks)]
-    order = sorted(
-        range(len(loads)), key=lambda k: (loads[k][primary], loads[k][second]), reverse=True
-    )
+    order = sorted(range(len(loads)), key=lambda k: (loads[k][primary], loads[k][second]), reverse=True)
     for k in order:
         load = loads[k]
         full = []  # no room for this load, nor for another of its kind
@@ -169,57 +160,47 @@ def _improve(
         hot = max(contents, key=lambda content: (weights[content][primary], content))
         if weights[hot][primary] <= target:
             break
-        swap = _best_swap(loads, weights, hot, contents[hot] > 1, primary, cap)
+        swap = min(_swaps(loads, weights, hot, primary, cap), default=None)
         if swap is None:
             break
-        cold, hot_after, cold_after = swap
-        times = min(contents[hot], contents[cold])
-        for before, after in ((hot, hot_after), (cold, cold_after)):
-            contents[before] -= times
-            if not contents[before]:
-                del contents[before]
-            contents[after] += times
+        times = min(contents[hot], contents[swap.cold])
+        contents[hot] -= times
+        contents[swap.cold] -= times
+        contents[_changed(hot, swap.give, swap.take)] += times
+        contents[_changed(swap.cold, swap.take, swap.give)] += times
+        contents = +contents  # drops contents that no rank has any more
     return contents
 
 
-def _best_swap(
-    loads: Sequence[Load],
-    weights: dict[Content, Load],
-    hot: Content,
-    hot_is_shared: bool,
-    primary: int,
-    cap: int | None,
-) -> tuple[Content, Content, Content] | None:
-    """(other content, hot after, other after) with the lowest maximum of the two, or None if nothing is lower."""
-    best = None
-    for cold in weights:
-        if cold == hot:
-            continue
-        for give in range(len(loads)):
-            if not hot[give]:
-                continue
-            for take in (None, *(k for k in range(len(loads)) if k != give and cold[k])):
-                moved_bytes = loads[give].bytes - (loads[take].bytes if take is not None else 0)
-                moved = loads[give][primary] - (loads[take][primary] if take is not None else 0)
-                heavier = max(weights[hot][primary] - moved, weights[cold][primary] + moved)
-                if heavier >= weights[hot][primary]:
-                    continue
-                if cap is not None and (
-                    max(weights[hot].bytes - moved_bytes, weights[cold].bytes + moved_bytes) > cap
-                ):
-                    continue
-                if best is None or (heavier, cold, give, -1 if take is None else take) < best[0]:
-                    best = ((heavier, cold, give, -1 if take is None else take), give, take)
-    if best is None:
-        return None
-    (_, cold, _, _), give, take = best
-    return cold, _moved(hot, give, take), _moved(cold, take, give)
+class _Swap(NamedTuple):
+    """The heaviest rank gives one piece to a rank that holds `cold`, for one in return or for NOTHING."""
+
+    heavier: int
+    cold: Content
+    give: int
+    take: int
 
 
-def _moved(content: Content, out: int | None, into: int | None) -> Content:
+def _swaps(
+    loads: Sequence[Load], weights: dict[Content, Load], hot: Content, primary: int, cap: int | None
+) -> Iterator[_Swap]:
+    """Every exchange after which both ranks are below what the heaviest is now."""
+    before = weights[hot]
+    given = [k for k, count in enumerate(hot) if count]
+    for cold, weight in weights.items():
+        for give in given if cold != hot else ():
+            for take in (NOTHING, *(k for k, count in enumerate(cold) if count)):
+                back = loads[take] if take != NOTHING else Load(0, 0)
+                moved = Load(loads[give].bytes - back.bytes, loads[give].flops - back.flops)
+                heavier = max(before[primary] - moved[primary], weight[primary] + moved[primary])
+                fits = cap is None or max(before.bytes - moved.bytes, weight.bytes + moved.bytes) <= cap
+                if heavier < before[primary] and fits:
+                    yield _Swap(heavier, cold, give, take)
+
+
+def _changed(content: Content, out: int, into: int) -> Content:
     changed = list(content)
-    if out is not None:
-        changed[out] -= 1
-    if into is not None:
-        changed[into] += 1
+    for load, difference in ((out, -1), (into, 1)):
+        if load != NOTHING:
+            changed[load] += difference
     return tuple(changed)

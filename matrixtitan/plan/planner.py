@@ -2,7 +2,7 @@
 
 Owns the objective: least resident bytes on the fullest rank (to a tolerance), then least optimizer FLOPs on the busiest
 one, then equal shapes together and units spread. It measures nothing, communicates nothing and knows no model.
-Prices come from `cost.py`, words from `shard.py`; `packing.py`, next, holds the bin packing.
+Prices come from `cost.py`, words from `shard.py`; `packing.py`, next, balances the ranks and `dealing.py` names the owners.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from matrixtitan.plan.cost import BlockCost, CostSettings, block_cost
+from matrixtitan.plan.dealing import Kind, Piece, deal
 from matrixtitan.plan.packing import Load, best_packing, water_level
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
 
 SMALL_TAIL = 1 << 20
-"""A 1-D tail tensor up to this many elements is never cut: a message costs more than the balance gains."""
-PIECES_PER_RANK = 8
-"""A stack of matrices is cut until a piece is this small a part of a rank's mean load: finer gains nothing."""
+"""A 1-D tail tensor up to this many elements is never cut: messages would cost more than the balance gains."""
 SLIVER = 200
-"""Tail rows are not poured onto a rank that is within 1/200 of the level: a message for nothing."""
+"""What is under 1/200 of a rank's bytes is not worth a message of its own: such a tail tensor is not cut, and a rank
+that lacks less gets no rows."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,7 @@ class PlanSettings(CostSettings):
             )
 
 
-class _Piece(NamedTuple):
-    """Blocks of one parameter that travel together. Pieces of equal `shape` and `blocks` are interchangeable."""
-
-    index: int  # of the parameter in the specs
-    blocks: int
-    shape: tuple[int, ...]  # of one block
-    numel: int
-    load: Load
-
-
-def make_plan(
-    specs: Sequence[ParamSpec], world_size: int, settings: PlanSettings = PlanSettings()
-) -> Plan:
+def make_plan(specs: Sequence[ParamSpec], world_size: int, settings: PlanSettings = PlanSettings()) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
     Pure and deterministic: ties are broken by fqn, then rank. Raises ValueError for a world size below 1, a parameter
@@ -81,38 +68,35 @@ def make_plan(
 class _Placement:
     """Blocks of each parameter on each rank, while a plan is being made."""
 
-    def __init__(
-        self, specs: Sequence[ParamSpec], costs: Sequence[BlockCost], world_size: int
-    ) -> None:
+    def __init__(self, specs: Sequence[ParamSpec], costs: Sequence[BlockCost], world_size: int) -> None:
         self.specs = specs
         self.costs = costs
         self.world_size = world_size
         self.blocks: list[dict[int, int]] = [{} for _ in specs]  # by parameter: rank -> blocks
         self.bytes = [0] * world_size
-        self.units: defaultdict[str, list[int]] = defaultdict(
-            lambda: [0] * world_size
-        )  # elements by rank
-        self.total_bytes = sum(self._count(i) * cost.resident.total for i, cost in enumerate(costs))
-        self.total_flops = sum(self._count(i) * cost.flops for i, cost in enumerate(costs))
+        self.units: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)  # elements by rank
+        self.total_bytes = sum(self._held_bytes(i) for i in range(len(specs)))
         self.unit_numel: Counter[str] = Counter()
         for spec in specs:
             self.unit_numel[spec.unit] += spec.numel
         filled = [i for i, spec in enumerate(specs) if spec.shape[0]]
         self.matrices = [i for i in filled if specs[i].role == "matrix"]
-        self.small_tails = [
-            i for i in filled if specs[i].role == "tail" and self._is_small(specs[i])
-        ]
-        self.large_tails = [
-            i for i in filled if specs[i].role == "tail" and not self._is_small(specs[i])
-        ]
+        self.small_tails = [i for i in filled if specs[i].role == "tail" and self._is_small(i)]
+        self.large_tails = [i for i in filled if specs[i].role == "tail" and not self._is_small(i)]
 
     def _count(self, index: int) -> int:
         """Blocks of a parameter."""
         return self.specs[index].shape[0] // self.specs[index].block_rows
 
-    @staticmethod
-    def _is_small(spec: ParamSpec) -> bool:
-        return len(spec.shape) == 1 and spec.numel <= SMALL_TAIL
+    def _held_bytes(self, index: int) -> int:
+        """Resident bytes of a parameter, wherever it lies."""
+        return self._count(index) * self.costs[index].resident.total
+
+    def _is_small(self, index: int) -> bool:
+        """True where cutting a tail tensor would cost messages and even out nothing."""
+        shape = self.specs[index].shape
+        sliver = self._held_bytes(index) * self.world_size * SLIVER <= self.total_bytes
+        return sliver or (len(shape) == 1 and shape[0] <= SMALL_TAIL)
 
     def _give(self, index: int, rank: int, blocks: int) -> None:
         held = self.blocks[index]
@@ -124,9 +108,7 @@ class _Placement:
 
     def place_matrices(self, settings: PlanSettings) -> None:
         """Pack whole matrices and stacks; cut 2D parameters between their heads only where that gains over 2%."""
-        poured = self.total_bytes - sum(
-            self._count(i) * self.costs[i].resident.total for i in self.matrices
-        )
+        poured = self.total_bytes - sum(map(self._held_bytes, self.matrices))
         best = None
         cuts = [False]
         if any(len(self.specs[i].shape) == 2 and self._count(i) > 1 for i in self.matrices):
@@ -134,7 +116,7 @@ class _Placement:
         for cut_heads in cuts:
             pieces = self._pieces(cut_heads)
             packing = best_packing(
-                Counter(piece.load for piece in pieces),
+                Counter(piece.kind.load for piece in pieces),
                 self.world_size,
                 poured,
                 settings.bytes_tolerance,
@@ -142,68 +124,33 @@ class _Placement:
             if best is None or packing.clearly_better_than(best[1], settings.bytes_tolerance):
                 best = (pieces, packing)
         assert best is not None
-        slots = _shapes_together(best[0], best[1].ranks())
-        self._deal(best[0], slots)
+        pieces, packing = best
+        for piece, rank in zip(pieces, deal(pieces, packing.ranks()), strict=True):
+            self._give(piece.param, rank, piece.kind.blocks)
         if settings.egress_cap is not None:
-            self._check_egress(best[0], settings.egress_cap)
+            self._check_egress(pieces, settings.egress_cap)
 
-    def _pieces(self, cut_heads: bool) -> list[_Piece]:
+    def _pieces(self, cut_heads: bool) -> list[Piece]:
         """What the matrices are cut into: 2D ones whole (or at heads), stacks at slices."""
         pieces = []
         for index in self.matrices:
             spec, cost, count = self.specs[index], self.costs[index], self._count(index)
             size = count
             if len(spec.shape) > 2 or cut_heads:
-                size = max(1, min(count, self._piece_blocks(index)))
+                size = max(1, count // self.world_size)  # a piece for every rank: even shares of the unit
             number = -(-count // size)
             for piece in range(number):  # sizes differ by one block at most
                 blocks = count * (piece + 1) // number - count * piece // number
                 shape = (spec.block_rows, *spec.shape[1:])
                 load = Load(blocks * cost.resident.total, blocks * cost.flops)
-                pieces.append(_Piece(index, blocks, shape, blocks * cost.numel, load))
+                kind = Kind(shape, blocks, blocks * cost.numel, load)
+                pieces.append(Piece(index, spec.fqn, spec.unit, kind))
         return pieces
 
-    def _piece_blocks(self, index: int) -> int:
-        """Blocks of a piece small beside a rank's mean load and beside its mean share of the unit."""
-        cost, unit = self.costs[index], self.specs[index].unit
-        limits = [
-            self.total_bytes // (PIECES_PER_RANK * self.world_size * max(1, cost.resident.total)),
-            self.unit_numel[unit] // (self.world_size * max(1, cost.numel)),
-        ]
-        if cost.flops:
-            limits.append(self.total_flops // (PIECES_PER_RANK * self.world_size * cost.flops))
-        return min(limits)
-
-    def _deal(self, pieces: Sequence[_Piece], slots: list[Counter[tuple]]) -> None:
-        """Hand pieces to ranks with a slot for their shape, each unit spread: balance is fixed, shares are not."""
-        by_unit: dict[str, dict[tuple, list[_Piece]]] = {}
-        for piece in pieces:
-            kinds = by_unit.setdefault(self.specs[piece.index].unit, {})
-            kinds.setdefault(_kind(piece), []).append(piece)
-        open_ranks: defaultdict[tuple, dict[int, int]] = defaultdict(dict)
-        for rank, counts in enumerate(slots):
-            for kind, count in counts.items():
-                open_ranks[kind][rank] = count
-        for unit, kinds in by_unit.items():
-            shares = self.units[unit]
-            for kind in sorted(kinds, key=lambda kind: (-kinds[kind][0].numel, kind)):
-                ranks = open_ranks[kind]
-                heap = [(shares[rank], -left, rank) for rank, left in ranks.items()]
-                heapq.heapify(heap)
-                for piece in sorted(kinds[kind], key=lambda piece: self.specs[piece.index].fqn):
-                    _, left, rank = heapq.heappop(heap)
-                    self._give(piece.index, rank, piece.blocks)
-                    ranks[rank] -= 1
-                    if ranks[rank]:
-                        heapq.heappush(heap, (shares[rank], left + 1, rank))
-                    else:
-                        del ranks[rank]
-
-    def _check_egress(self, pieces: Sequence[_Piece], cap: float) -> None:
+    def _check_egress(self, pieces: Sequence[Piece], cap: float) -> None:
         largest: Counter[str] = Counter()
         for piece in pieces:
-            unit = self.specs[piece.index].unit
-            largest[unit] = max(largest[unit], piece.numel)
+            largest[piece.unit] = max(largest[piece.unit], piece.kind.numel)
         for unit, shares in self.units.items():
             limit = max(cap * self.unit_numel[unit] / self.world_size, largest[unit])
             worst = max(range(self.world_size), key=lambda rank: (shares[rank], -rank))
@@ -224,15 +171,13 @@ class _Placement:
         emptiest = [(held, rank) for rank, held in enumerate(self.bytes)]
         heapq.heapify(emptiest)
         for unit, indices in by_unit.items():
-            needed = sum(self._count(i) * self.costs[i].resident.total for i in indices)
+            needed = sum(map(self._held_bytes, indices))
             owners = [
                 (self.bytes[rank], rank)
                 for rank, share in enumerate(self.units[unit])
                 if share and self.bytes[rank] + needed <= mean
             ]
-            while (
-                emptiest[0][0] != self.bytes[emptiest[0][1]]
-            ):  # stale: it was given something since
+            while emptiest[0][0] != self.bytes[emptiest[0][1]]:  # stale: it was given something since
                 heapq.heapreplace(emptiest, (self.bytes[emptiest[0][1]], emptiest[0][1]))
             _, rank = min(owners) if owners else emptiest[0]
             for index in indices:
@@ -243,18 +188,15 @@ class _Placement:
 
         Coarse rows first, so that fine ones even out the rounding.
         """
-        order = sorted(
-            self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn)
-        )
-        left = sum(self._count(i) * self.costs[i].resident.total for i in order)
+        order = sorted(self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn))
+        left = sum(map(self._held_bytes, order))
         for index in order:
             level = water_level(self.bytes, left)
             lacks = [max(0, level - held) for held in self.bytes]
-            coarse = [lack if lack * SLIVER > level else 0 for lack in lacks]
-            left -= self._count(index) * self.costs[index].resident.total
-            for rank, blocks in enumerate(
-                _proportional(self._count(index), coarse if any(coarse) else lacks)
-            ):
+            worthwhile = [lack if lack * SLIVER > level else 0 for lack in lacks]
+            left -= self._held_bytes(index)
+            parts = _proportional(self._count(index), worthwhile if any(worthwhile) else lacks)
+            for rank, blocks in enumerate(parts):
                 if blocks:
                     self._give(index, rank, blocks)
 
@@ -279,35 +221,6 @@ class _Placement:
                 )
             )
         return Plan(self.world_size, tuple(shards))
-
-
-def _kind(piece: _Piece) -> tuple[tuple[int, ...], int, Load]:
-    return (piece.shape, piece.blocks, piece.load)
-
-
-def _shapes_together(
-    pieces: Sequence[_Piece], ranks: Sequence[Counter[Load]]
-) -> list[Counter[tuple]]:
-    """Slots for shapes on each rank, where the packing only fixed prices: shapes of one price fill the ranks in turn,
-
-    so that at most one rank between two shapes has both, and batches of equal shapes are as large as can be.
-    """
-    left: defaultdict[Load, Counter[tuple]] = defaultdict(Counter)
-    for piece in pieces:
-        left[piece.load][_kind(piece)] += 1
-    queues = {load: sorted(kinds.items(), reverse=True) for load, kinds in left.items()}
-    slots: list[Counter[tuple]] = [Counter() for _ in ranks]
-    for rank, counts in enumerate(ranks):
-        for load, count in counts.items():
-            queue = queues[load]
-            while count:
-                kind, available = queue.pop()
-                taken = min(count, available)
-                slots[rank][kind] += taken
-                count -= taken
-                if available > taken:
-                    queue.append((kind, available - taken))
-    return slots
 
 
 def _proportional(count: int, weights: Sequence[int]) -> list[int]:
