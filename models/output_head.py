@@ -1,0 +1,174 @@
+"""The output unit: final norm, output matrix and cross-entropy in one module, so that full logits never exist.
+
+At a 128k vocabulary the logits of one batch outweigh the model's own activations. Here tokens go through in chunks:
+a chunk's logits give its losses and, where gradients are wanted, at once its share of the two gradients; then they
+are dropped. Backward only multiplies by the incoming scalar, so the weight need not outlive forward and no product is
+computed twice. Owns that and nothing of the model's body; read `llama.py` next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+
+# Rows of the output matrix whose gradient is formed at a time where it is summed in a wider dtype than it is made in.
+_VOCAB_SLICE = 16384
+
+
+class OutputHead(nn.Module):
+    """Hidden states to summed cross-entropy, or to logits.
+
+    With `tied_to` there is no output matrix here: the embedding's weight is looked up in that module during forward,
+    and stays registered there alone. It is looked up late because a sharding runtime swaps the attribute before the
+    forward of each module of a unit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        vocab_size: int,
+        norm_eps: float,
+        tied_to: nn.Embedding | None = None,
+        chunk_tokens: int = 1024,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        if tied_to is None:
+            self.output = nn.Linear(dim, vocab_size, bias=False)
+        self._tied_to = (
+            tied_to,
+        )  # in a tuple, so that nn.Module does not register it a second time
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """hidden (B, T, C), labels (B, T) int64 -> float32 sum of the token losses; without labels, logits (B, T, V).
+
+        Labels equal to -100 count as nothing.
+        """
+        embedding = self._tied_to[0]
+        weight = self.output.weight if embedding is None else embedding.weight
+        normed = self.norm(hidden)
+        if labels is None:
+            return F.linear(normed, weight)
+        return linear_cross_entropy(
+            normed.flatten(0, -2), weight, labels.flatten(), self.chunk_tokens
+        )
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = 1024
+) -> Tensor:
+    """Sum of the cross-entropies of `hidden @ weight.T` against `labels`, chunk_tokens tokens at a time.
+
+    hidden (N, C) and weight (V, C) of one dtype, labels (N,) int64; returns a float32 scalar. The largest tensor that
+    it makes is (chunk_tokens, V) float32, or the weight's gradient. Softmax, loss and the sum of the weight's gradient
+    over chunks are float32 whatever the inputs' dtype.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    recording = torch.is_grad_enabled()
+    hidden_grad, weight_grad = hidden.requires_grad, weight.requires_grad
+    loss, _, _ = _linear_cross_entropy(
+        hidden, weight, labels, chunk_tokens, recording and hidden_grad, recording and weight_grad
+    )
+    return loss
+
+
+# A custom operator is one opaque node to torch.compile: traced through, its partitioner would be free to keep every
+# chunk's logits for backward, which is what this file exists to avoid.
+@torch.library.custom_op("matrixtitan::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    hidden_grad: bool,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, and the gradients for an incoming gradient of 1: (N, C) in hidden's dtype, (V, C) float32; (0,) if unasked."""
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
+    grad_weight = torch.zeros(
+        weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device
+    )
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        logits = (hidden[rows] @ weight.T).float()  # (n, V)
+        loss += _softmax_minus_target_(logits, labels[rows])
+        if not (hidden_grad or weight_grad):
+            continue
+        grad_logits = logits.to(hidden.dtype)
+        del logits  # before the products: one chunk's logits at a time
+        if hidden_grad:
+            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+        if weight_grad:
+            _add_product_(grad_weight, grad_logits.T, hidden[rows])
+    return loss, grad_hidden, grad_weight
+
+
+def _softmax_minus_target_(logits: Tensor, labels: Tensor) -> Tensor:
+    """The chunk's summed loss; turns logits (n, V) in place into their gradient, zero where ignored."""
+    counted = labels != IGNORE_INDEX
+    target = labels.where(counted, 0).unsqueeze(1)  # (n, 1)
+    log_normalizer = logits.logsumexp(dim=1, keepdim=True)
+    losses = (log_normalizer - logits.gather(1, target)).squeeze(1)
+    logits.sub_(log_normalizer).exp_()
+    logits.scatter_add_(1, target, torch.full_like(log_normalizer, -1.0))
+    logits.mul_(counted.unsqueeze(1))
+    return losses.where(counted, 0.0).sum()
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (V, C) float32 += left (V, n) @ right (n, C), without a temporary of total's size."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+        return
+    for start in range(0, total.shape[0], _VOCAB_SLICE):
+        rows = slice(start, start + _VOCAB_SLICE)
+        total[rows] += left[rows] @ right
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    hidden_grad: bool,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = torch.empty((), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
+    grad_weight = torch.empty(
+        weight.shape if weight_grad else 0, dtype=torch.float32, device=weight.device
+    )
+    return loss, grad_hidden, grad_weight
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, grad_hidden, grad_weight = output
+    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad_hidden, grad_weight)
+    ctx.weight_dtype = inputs[1].dtype
+
+
+def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad_loss is None:
+        return (None,) * 6
+    grad_hidden, grad_weight = ctx.saved_tensors
+    hidden_needed, weight_needed = ctx.needs_input_grad[:2]
+    scaled_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype) if hidden_needed else None
+    scaled_weight = None
+    if weight_needed:  # rounded once, straight into the weight's dtype: no second float32 copy
+        scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+        torch.mul(grad_weight, grad_loss, out=scaled_weight)
+    return scaled_hidden, scaled_weight, None, None, None, None
+
+
+_linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_keep_gradients)
