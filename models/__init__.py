@@ -18,10 +18,10 @@ def build_model(
     max_seq_len: int,
     tie_embeddings: bool | None = None,
 ) -> Llama:
-    """The model `name` (config key model.name) in size `flavor` (model.flavor), its values not yet set.
+    """The model `name` (key model.name) in size `flavor` (model.flavor), its values not yet set.
 
-    Call it under `torch.device("meta")` to allocate nothing. `tie_embeddings` None keeps the flavor's own choice.
-    Raises ValueError for a name or flavor that does not exist.
+    Call it under `torch.device("meta")` to allocate nothing. `tie_embeddings` None keeps the
+    flavor's own choice. Raises ValueError for a name or flavor that does not exist.
     """
     if name not in MODELS:
         raise ValueError(f"model.name {name!r} is unknown{_suggest(name, MODELS)}")

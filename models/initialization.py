@@ -1,8 +1,8 @@
-"""Initial values by rows, so that any rank can make its own rows and no rank makes the whole parameter.
+"""Initial values by rows: any rank can make its own rows, no rank makes the whole parameter.
 
-Owns the split of a parameter into row blocks and the generator of each. A row's values follow from (seed, fqn, row)
-alone: the number of ranks, the plan and the device never enter. Which distribution a parameter gets is its model's
-business: read `llama.py` next.
+Owns the split of a parameter into row blocks and the generator of each. A row's values follow from
+(seed, fqn, row) alone: the number of ranks, the plan and the device never enter. Which distribution
+a parameter gets is its model's business: read `llama.py` next.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def fill_rows(
 ) -> None:
     """Write rows [start, start + len(out)) of parameter `fqn` into `out`, in place.
 
-    Drawn on the CPU in float32, one block of ROWS_PER_BLOCK rows at a time, then cast to `out`'s dtype and device, so
-    every split of the rows, dtype and device starts from the same numbers.
+    Drawn on the CPU in float32, one block of ROWS_PER_BLOCK rows at a time, then cast to `out`'s
+    dtype and device, so every split of the rows, dtype and device starts from the same numbers.
     """
     stop = start + out.shape[0]
     if start < 0 or stop > full_shape[0] or tuple(out.shape[1:]) != tuple(full_shape[1:]):
         raise ValueError(
-            f"{fqn}: rows [{start}, {stop}) of shape {tuple(out.shape)} do not fit the full shape {full_shape}"
+            f"{fqn}: rows [{start}, {stop}) of shape {tuple(out.shape)} do not fit its full "
+            f"shape {full_shape}"
         )
     row = start
     while row < stop:

@@ -1,10 +1,12 @@
 """The transformer block of Llama 3: rotary positions, grouped-query attention, SwiGLU.
 
-Owns the layers' arithmetic, as plain nn.Module with one matrix per parameter. It never draws initial values (see
-`initialization.py`) and knows nothing of devices, sharding or losses. Read `output_head.py` next, then `llama.py`.
+Owns the layers' arithmetic, as plain nn.Module with one matrix per parameter. It never draws
+initial values (see `initialization.py`) and knows nothing of devices, sharding or losses. Read
+`output_head.py` next, then `llama.py`.
 
-Rotary layout: element pairs (2i, 2i + 1) of a head turn together, as in Meta's own checkpoints; Hugging Face pairs
-(i, i + head_dim / 2) instead, so Q and K rows are permuted on the way there and back (`hf_llama.py`).
+Rotary layout: element pairs (2i, 2i + 1) of a head turn together, as in Meta's own checkpoints;
+Hugging Face pairs (i, i + head_dim / 2) instead, so Q and K rows are permuted on the way there and
+back (`hf_llama.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from torch import Tensor, nn
 class RopeScaling:
     """Llama 3.1's stretch of the slow rotations, for contexts longer than those first trained on.
 
-    Wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched by `factor`, those under
-    `original_max_seq_len / high_freq_factor` are kept, and those between are blended (arXiv:2407.21783, section 3.4.2).
+    Wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched by `factor`,
+    those under `original_max_seq_len / high_freq_factor` are kept, and those between are blended
+    (arXiv:2407.21783, section 3.4.2).
     """
 
     factor: float = 8.0
@@ -60,7 +63,10 @@ def rope_table(
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair of x (B, T, H, D) by its position's angle; table (T, 2, D/2) float32; x's dtype is kept."""
+    """Turn the pairs of x (B, T, H, D) by their positions' angles; table (T, 2, D/2) float32.
+
+    Computed in float32, returned in x's dtype.
+    """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
     even, odd = pairs.unbind(-1)
     cos, sin = table.unsqueeze(1).unbind(2)  # (T, 1, D/2)
@@ -71,8 +77,9 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: `n_heads` query heads share `n_kv_heads` key and value heads.
 
-    `rope` is a non-persistent buffer rather than an argument of forward: wrappers that cast a module's inputs to a
-    compute dtype would round its angles. The model gives all its blocks one tensor.
+    `rope` is a non-persistent buffer rather than an argument of forward: wrappers that cast a
+    module's inputs to a compute dtype would round its angles. The model gives all its blocks one
+    tensor.
     """
 
     rope: Tensor  # (max_seq_len, 2, head_dim / 2) float32
@@ -120,7 +127,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream.
 
-    It does not know its depth: a compiler would otherwise make one graph per block instead of one for all.
+    It does not know its depth: a compiler would otherwise make one graph per block instead of one
+    for all.
     """
 
     def __init__(

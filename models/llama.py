@@ -1,9 +1,9 @@
 """Llama 3 in all its sizes: embedding, blocks, output unit.
 
-Owns the flavors' shapes, the rule of initial values and the figures derived from shapes (parameters, FLOPs). It is
-built under `torch.device("meta")`: `init_rows` then fills any rows of any parameter and `init_buffers` the rotary
-table, or `init_weights` all of it on one device. It never shards, casts or trains. Read `layers.py` for the block and
-`output_head.py` for the loss.
+Owns the flavors' shapes, the rule of initial values and the figures derived from shapes
+(parameters, FLOPs). It is built under `torch.device("meta")`: `init_rows` then fills any rows of
+any parameter and `init_buffers` the rotary table, or `init_weights` all of it on one device. It
+never shards, casts or trains. Read `layers.py` for the block and `output_head.py` for the loss.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LlamaFlavor:
         return self.dim // self.n_heads
 
 
-# 1B is Llama 3.2's; 8B, 70B and 405B are Llama 3.1's; 32B has the proportions of its public namesakes; 150M counts a
-# vocabulary of about 50k; debug is for a laptop's cores.
+# 1B is Llama 3.2's; 8B, 70B and 405B are Llama 3.1's; 32B has the proportions of its public
+# namesakes; 150M counts a vocabulary of about 50k; debug is for a laptop's cores.
 LLAMA3_FLAVORS: dict[str, LlamaFlavor] = {
     "debug": LlamaFlavor(128, 4, 4, 2, 384),
     "150M": LlamaFlavor(768, 12, 12, 4, 2048),
@@ -105,10 +105,14 @@ class Llama(nn.Module):
         self._num_parameters = sum(param.numel() for param in self.parameters())
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V); with labels (B, T) int64, the float32 SUM of the token losses."""
+        """tokens (B, T) int64 -> logits (B, T, V); with labels, the SUM of the token losses.
+
+        labels (B, T) int64, where -100 counts as nothing; the sum is a float32 scalar.
+        """
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(
-                f"sequences of {tokens.shape[1]} tokens, but the model was built for max_seq_len {self.max_seq_len}"
+                f"sequences of {tokens.shape[1]} tokens, but the model was built for max_seq_len "
+                f"{self.max_seq_len}: raise training.seq_len or cut the sequences"
             )
         hidden = self.tok_embeddings(tokens)  # (B, T, C)
         for block in self.layers.values():
@@ -116,7 +120,7 @@ class Llama(nn.Module):
         return self.head(hidden, labels)
 
     def unit_names(self) -> list[list[str]]:
-        """Names of the modules gathered together, in forward order; tied, the embedding goes with the head."""
+        """Modules gathered together, in forward order; tied, the embedding goes with the head."""
         blocks = [[f"layers.{layer}"] for layer in self.layers]
         if self.tie_embeddings:
             return [*blocks, ["tok_embeddings", "head"]]
@@ -126,7 +130,7 @@ class Llama(nn.Module):
     def init_rows(
         self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor, seed: int
     ) -> None:
-        """Fill `out` in place with rows [start, start + len(out)) of parameter `fqn`'s initial value.
+        """Fill `out` in place with rows [start, start + len(out)) of `fqn`'s initial value.
 
         A function of (seed, fqn, row) alone, made a block of rows at a time.
         """
@@ -137,7 +141,7 @@ class Llama(nn.Module):
             fill_rows(fqn, full_shape, start, out, seed, normal)
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute the rotary table on `device`: one tensor, shared by all blocks, in no state dict."""
+        """Recompute the rotary table on `device`: one tensor for all blocks, in no state dict."""
         flavor = self.flavor
         table = rope_table(
             flavor.head_dim,
@@ -147,10 +151,11 @@ class Llama(nn.Module):
             torch.device(device),
         )
         for block in self.layers.values():
+            assert isinstance(block, TransformerBlock)
             block.attention.register_buffer("rope", table, persistent=False)
 
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter and buffer where it is: for a model that lives whole on one device."""
+        """Fill every parameter and buffer in place: for a model that is whole on one device."""
         for fqn, param in self.named_parameters():
             self.init_rows(fqn, tuple(param.shape), 0, param, seed)
         self.init_buffers(self.tok_embeddings.weight.device)
@@ -166,10 +171,11 @@ class Llama(nn.Module):
         return self._num_parameters
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix FLOPs of forward and backward per token, without recomputation, attention not halved for causality.
+        """Matrix FLOPs of forward and backward per token; recomputation is not counted.
 
-        6 per parameter that multiplies (an embedding only looked up does not), and 12 * layers * dim * seq_len for
-        attention's two products: the convention of PaLM (arXiv:2204.02311, appendix B), so that MFU compares.
+        6 per parameter that multiplies (an embedding only looked up does not), and 12 * layers *
+        dim * seq_len for attention's two products, not halved for causality: the convention of PaLM
+        (arXiv:2204.02311, appendix B), so that MFU compares.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.flavor.dim
         attention = 12 * self.flavor.n_layers * self.flavor.dim * seq_len
@@ -178,8 +184,9 @@ class Llama(nn.Module):
     def _initial_distribution(self, fqn: str) -> Normal | None:
         """None stands for ones.
 
-        Projections into the residual stream shrink with depth, so that it grows evenly. The output matrix starts
-        small: with logits near 0 the first loss is ln(vocab_size), and a tied embedding must not predict its own token.
+        Projections into the residual stream shrink with depth, so that it grows evenly. The output
+        matrix starts small: with logits near 0 the first loss is ln(vocab_size), and a tied
+        embedding must not predict its own token.
         """
         kind = fqn.split(".")[-2] if fqn.endswith(".weight") else ""
         if kind.endswith("norm"):

@@ -1,9 +1,10 @@
-"""The output unit: final norm, output matrix and cross-entropy in one module, so that full logits never exist.
+"""The output unit: final norm, output matrix and cross-entropy, without ever the full logits.
 
-At a 128k vocabulary the logits of one batch outweigh the model's own activations. Here tokens go through in chunks:
-a chunk's logits give its losses and, where gradients are wanted, at once its share of the two gradients; then they
-are dropped. Backward only multiplies by the incoming scalar, so the weight need not outlive forward and no product is
-computed twice. Owns that and nothing of the model's body; read `llama.py` next.
+At a 128k vocabulary the logits of one batch outweigh the model's own activations. Here tokens go
+through in chunks: a chunk's logits give its losses and, where gradients are wanted, at once its
+share of the two gradients; then they are dropped. Backward only multiplies by the incoming scalar,
+so the weight need not outlive forward and no product is computed twice. Owns that and nothing of
+the model's body; read `llama.py` next.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 
-# Rows of the output matrix whose gradient is formed at a time where it is summed in a wider dtype than it is made in.
+# Rows of the output matrix whose gradient is formed at a time where it is summed in a wider dtype
+# than it is made in.
 _VOCAB_SLICE = 16384
 
 
 class OutputHead(nn.Module):
     """Hidden states to summed cross-entropy, or to logits.
 
-    With `tied_to` there is no output matrix here: the embedding's weight is looked up in that module during forward,
-    and stays registered there alone. It is looked up late because a sharding runtime swaps the attribute before the
-    forward of each module of a unit.
+    With `tied_to` there is no output matrix here: the embedding's weight is looked up in that
+    module during forward, and stays registered there alone. It is looked up late because a sharding
+    runtime swaps the attribute before the forward of each module of a unit.
     """
 
     def __init__(
@@ -46,9 +48,9 @@ class OutputHead(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """hidden (B, T, C), labels (B, T) int64 -> float32 sum of the token losses; without labels, logits (B, T, V).
+        """hidden (B, T, C), labels (B, T) int64 -> float32 scalar, the sum of the token losses.
 
-        Labels equal to -100 count as nothing.
+        Labels equal to -100 count as nothing. Without labels: logits (B, T, V).
         """
         embedding = self._tied_to[0]
         weight = self.output.weight if embedding is None else embedding.weight
@@ -63,11 +65,11 @@ class OutputHead(nn.Module):
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int = 1024
 ) -> Tensor:
-    """Sum of the cross-entropies of `hidden @ weight.T` against `labels`, chunk_tokens tokens at a time.
+    """Sum of the cross-entropies of `hidden @ weight.T` against `labels`, chunk by chunk.
 
-    hidden (N, C) and weight (V, C) of one dtype, labels (N,) int64; returns a float32 scalar. The largest tensor that
-    it makes is (chunk_tokens, V) float32, or the weight's gradient. Softmax, loss and the sum of the weight's gradient
-    over chunks are float32 whatever the inputs' dtype.
+    hidden (N, C) and weight (V, C) of one dtype, labels (N,) int64; returns a float32 scalar. The
+    largest tensor that it makes is (chunk_tokens, V) float32, or the weight's gradient. Softmax,
+    loss and the sum of the weight's gradient over chunks are float32 whatever the inputs' dtype.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
@@ -79,8 +81,8 @@ def linear_cross_entropy(
     return loss
 
 
-# A custom operator is one opaque node to torch.compile: traced through, its partitioner would be free to keep every
-# chunk's logits for backward, which is what this file exists to avoid.
+# A custom operator is one opaque node to torch.compile: traced through, its partitioner would be
+# free to keep every chunk's logits for backward, which is what this file exists to avoid.
 @torch.library.custom_op("matrixtitan::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor,
@@ -90,7 +92,10 @@ def _linear_cross_entropy(
     hidden_grad: bool,
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and the gradients for an incoming gradient of 1: (N, C) in hidden's dtype, (V, C) float32; (0,) if unasked."""
+    """The loss, and the gradients for an incoming gradient of 1.
+
+    They are (N, C) in hidden's dtype and (V, C) float32, or (0,) where not asked for.
+    """
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
     grad_weight = torch.zeros(
@@ -112,7 +117,7 @@ def _linear_cross_entropy(
 
 
 def _softmax_minus_target_(logits: Tensor, labels: Tensor) -> Tensor:
-    """The chunk's summed loss; turns logits (n, V) in place into their gradient, zero where ignored."""
+    """The chunk's summed loss; logits (n, V) become their gradient, zero where ignored."""
     counted = labels != IGNORE_INDEX
     target = labels.where(counted, 0).unsqueeze(1)  # (n, 1)
     log_normalizer = logits.logsumexp(dim=1, keepdim=True)
