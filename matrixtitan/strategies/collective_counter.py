@@ -39,8 +39,8 @@ _RECEIVED = {"recv_", "recv_any_source_", "irecv"}  # counted where they are sen
 
 _ENTRY_POINTS = (
     "send", "isend", "recv", "irecv", "batch_isend_irecv", "broadcast", "all_reduce", "reduce", "all_gather",
-    "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-    "gather", "scatter", "barrier",
+    "all_gather_single", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
 )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class CollectiveCounter:
             raise RuntimeError("this CollectiveCounter is already active")
         for name in _ENTRY_POINTS:
             self._originals[name] = getattr(dist, name)
-            setattr(dist, name, self._counted_on_any_thread(self._originals[name]))
+            _replace(name, self._counted_on_any_thread(self._originals[name]))
         self._active.here = True
         self._mode = _CountingMode(self.events)
         self._mode.__enter__()
@@ -96,7 +96,7 @@ class CollectiveCounter:
         self._mode = None
         self._active.here = False
         for name, original in self._originals.items():
-            setattr(dist, name, original)
+            _replace(name, original)
 
     def _counted_on_any_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -107,6 +107,11 @@ class CollectiveCounter:
                 return original(*args, **kwargs)
 
         return counted
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    for module in (dist, dist.distributed_c10d):  # in both: P2POp compares with the second one's functions
+        setattr(module, name, function)
 
 
 class _CountingMode(TorchDispatchMode):

@@ -1,0 +1,180 @@
+"""PyTorch's own `fully_shard`, with a Muon step that brings each matrix together in one of three ways.
+
+Owns the wrapping (units, policies, sums instead of means, transports on gloo) and the optimizer step around the
+exchange. AdamW's tail is stepped on DTensors, which is local. Next: `matrix_exchange.py`, `fsdp2_transports.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from matrixtitan.config import OptimizerConfig
+from matrixtitan.local_param import LocalParam
+from matrixtitan.optim.build import Optimizers
+from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.optim.muon import Muon
+from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.fsdp2_transports import DirectAllGather, DirectReduceScatter
+from matrixtitan.strategies.matrix_exchange import AllToAll, GatherEach, GatherOnce, MuonExchange, shard_bounds
+
+ReshardAfterForward = Literal["default", "always", "never"]
+Transports = Literal["auto", "tuned", "stock"]
+Exchange = Literal["gather_each", "gather_once", "all_to_all"]
+
+
+class FSDP2(DataParallel):
+    """Every parameter is cut by rows over all ranks of the mesh's last axis; the other axis, if any, replicates.
+
+    `model` is on the meta device; `units` are its module names, gathered together, in forward order.
+    "default" keeps the last unit gathered between forward and backward, as ours does. `transports` "tuned" replaces
+    gloo's collectives in forward and backward, "stock" leaves them, "auto" tunes on gloo only. `prefetch` is how
+    many units are gathered ahead in forward. ValueError for anything unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[ParamSpec],
+        *,
+        units: Sequence[Sequence[str]],
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        reshard_after_forward: ReshardAfterForward = "default",
+        transports: Transports = "auto",
+        matrix_exchange: Exchange = "all_to_all",
+        prefetch: int = 1,
+    ) -> None:
+        _check_choice("parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward)
+        _check_choice("parallelism.fsdp2_transports", transports, Transports)
+        _check_choice("optimizer.matrix_exchange", matrix_exchange, Exchange)
+        self.model = model
+        self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+        self.shard_group = self.shard_mesh.get_group()
+        self._specs = {spec.fqn: spec for spec in specs}
+        self._device = device
+        self._dtype = dtype
+        self.tuned = transports == "tuned" or (transports == "auto" and self.shard_group.name() == "gloo")
+        if self.tuned and self.shard_group.name() != "gloo":
+            raise ValueError(
+                f"parallelism.fsdp2_transports 'tuned' is for gloo, the backend is {self.shard_group.name()}: "
+                "use 'stock', whose collectives NCCL has tuned already, or 'auto'"
+            )
+        self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self.tuned)
+        model.to(dtype=dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if param_dtype == dtype else param_dtype,
+            reduce_dtype=reduce_dtype,
+            cast_forward_inputs=False,  # tables that blocks take as arguments keep their precision
+        )
+        self._units = [
+            _shard_unit(model, names, mesh, policy, reshard=_reshards(reshard_after_forward, index, len(units)))
+            for index, names in enumerate(units)
+        ]
+        self._root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._set_communication(prefetch)
+
+    def _set_communication(self, prefetch: int) -> None:
+        all_gather, reduce_scatter = DirectAllGather(), DirectReduceScatter()
+        for module in self._fsdp_modules():
+            module.set_gradient_divide_factor(1.0)  # sums: the loss is divided by the global token count already
+            module.set_force_sum_reduction_for_comms(True)  # gloo has neither averages nor premultiplied sums
+            if self.tuned:
+                module.set_custom_all_gather(cast(Any, all_gather))
+                module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
+        for index, unit in enumerate(self._units):
+            unit.set_modules_to_forward_prefetch(self._units[index + 1 : index + 1 + prefetch])
+            if isinstance(unit, nn.Embedding):
+                unit.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    def materialize(self, init_rows: InitRows | None) -> None:
+        self.model.to_empty(device=self._device)
+        if init_rows is None:
+            return
+        with torch.no_grad():
+            for param in self.local_parameters():
+                assert isinstance(param.tensor, DTensor)
+                rows = param.tensor.to_local()
+                if rows.numel():
+                    init_rows(param.fqn, param.full_shape, param.start, rows)
+
+    def set_reduce_gradients(self, reduce: bool) -> None:
+        self._root.set_requires_gradient_sync(reduce)
+
+    def local_parameters(self) -> list[LocalParam]:
+        """DTensors of the full shapes; `start` is this rank's first row."""
+        for module in self._fsdp_modules():
+            module.reshard()  # a forward without gradients leaves the kept units gathered
+        params = []
+        for fqn, parameter in self.model.named_parameters():
+            spec = self._specs[fqn]
+            start, _ = shard_bounds(parameter.size(0), self.shard_group.size(), self.shard_group.rank())
+            params.append(
+                LocalParam(
+                    fqn, parameter, tuple(parameter.shape), spec.role, spec.block_rows, start, parameter.requires_grad
+                )
+            )
+        return params
+
+    def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
+        if config.name not in ("muon", "adamw"):
+            raise ValueError(
+                f"optimizer.name {config.name!r} needs whole matrices, which parallelism.strategy 'fsdp2' has for 'muon' "
+                "only: set optimizer.name to 'muon' or 'adamw', or parallelism.strategy to 'matrix_fsdp'"
+            )
+        return super().build_optimizers(config)
+
+    def step(self, optimizers: Optimizers) -> None:
+        for optimizer in optimizers.optimizers:
+            if isinstance(optimizer, Muon):
+                self.exchange.step(optimizer)
+            else:
+                optimizer.step()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        gradients = []
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                gradients.append(parameter.grad.to_local())
+        return clip_grad_norm_(gradients, max_norm, self.shard_group, device=self._device)
+
+
+def make_exchange(name: Exchange, mesh: DeviceMesh, tuned: bool) -> MuonExchange:
+    """The MuonExchange of `optimizer.matrix_exchange` over a one-dimensional mesh."""
+    if name == "gather_each":
+        return GatherEach(mesh)
+    if name == "gather_once":
+        return GatherOnce(mesh, direct=tuned)
+    return AllToAll(mesh)
+
+
+def _shard_unit(
+    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool
+) -> FSDPModule:
+    modules = [model.get_submodule(name) for name in names]
+    if len(modules) == 1:
+        return fully_shard(modules[0], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)[0]
+
+
+def _reshards(policy: ReshardAfterForward, index: int, units: int) -> bool:
+    return policy == "always" or (policy == "default" and index < units - 1)
+
+
+def _check_choice(key: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{key} is {value!r}; choose one of {', '.join(get_args(choices))}")

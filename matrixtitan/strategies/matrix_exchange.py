@@ -1,0 +1,336 @@
+"""Muon steps on row-sharded weights: how the ranks bring each matrix together to orthogonalise it.
+
+Owns three published ways: gather every update in turn, gather all at once, or exchange shards so that each rank gets
+some whole matrices and sends the results back. Momentum stays on the shards and Newton-Schulz is `optim`'s own. It
+never touches forward or backward. Next: `fsdp2.py`, which calls `MuonExchange.step`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from matrixtitan.optim.matrix_optimizer import ParamGroup, as_matrices, named_params
+from matrixtitan.optim.muon import Muon, learning_rate_scale, momentum_update
+from matrixtitan.optim.newton_schulz import NewtonSchulz, make_newton_schulz, orthogonalize
+from matrixtitan.plan.cost import newton_schulz_flops
+from matrixtitan.strategies.fsdp2_transports import DirectAllGather
+
+BATCH_ELEMENTS = 1 << 26
+"""Gathered elements that are orthogonalised together at most."""
+
+BUCKETS = 4
+"""Into how many exchanges the all-to-all is cut, so that some travel while others are orthogonalised ..."""
+BUCKET_BYTES = 25 << 20
+"""... and the most that a rank sends in one of them, which bounds the memory."""
+BUCKETS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class ShardedUpdate:
+    """One matrix's update. `local` holds this rank's rows, as FSDP2 cuts them: ceil(R / N) a rank, fewer at the end."""
+
+    fqn: str
+    local: Tensor  # (rows here, C)
+    shape: tuple[int, int]
+    block_rows: int | None
+
+    @property
+    def flops(self) -> int:
+        rows = self.block_rows or self.shape[0]
+        return self.shape[0] // rows * newton_schulz_flops(rows, self.shape[1])
+
+
+def shard_bounds(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """[start, stop) of the rows that FSDP2 gives `rank`."""
+    chunk = ceil(rows / world_size)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+class MuonExchange(ABC):
+    """A Muon step on DTensors sharded by rows over a one-dimensional mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.rank = self.group.rank()
+        self.world_size = self.group.size()
+
+    @torch.no_grad()
+    def step(self, muon: Muon) -> None:
+        """What `muon.step()` does to whole matrices, for shards: the same momentum, iteration, scales and decay."""
+        for group in muon.param_groups:
+            settings = newton_schulz_of(group)
+            params = []
+            updates = []
+            for fqn, param in named_params(group):
+                if param.grad is None:
+                    continue
+                muon.allocate(param, group)
+                update = momentum_update(
+                    _local(param.grad),
+                    _local(muon.state[param]["momentum_buffer"]),
+                    group["momentum"],
+                    group["nesterov"],
+                )
+                if param.ndim == 3:  # rows are whole matrices: nothing to bring together
+                    if update.numel():
+                        _apply(param, orthogonalize([update], settings)[0], tuple(param.shape[1:]), group)
+                    continue
+                params.append(param)
+                sent = update.to(settings.compute_dtype(update.device))  # what the iteration starts with anyway
+                updates.append(ShardedUpdate(fqn, sent, (param.size(0), param.size(1)), group["block_rows"]))
+            for index, rows in self.orthogonalized(updates, settings):
+                shape = updates[index].shape
+                _apply(params[index], rows, (updates[index].block_rows or shape[0], shape[1]), group)
+
+    @abstractmethod
+    def orthogonalized(
+        self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index, this rank's rows of the orthogonalised update) for each, in any order equal on all ranks."""
+
+    def _rows_here(self, whole: Tensor) -> Tensor:
+        start, stop = shard_bounds(whole.size(0), self.world_size, self.rank)
+        return whole[start:stop]
+
+
+class GatherEach(MuonExchange):
+    """Each update becomes a full tensor on every rank, and every rank orthogonalises it."""
+
+    def orthogonalized(
+        self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
+    ) -> Iterator[tuple[int, Tensor]]:
+        for index, update in enumerate(updates):
+            sharded = DTensor.from_local(
+                update.local,
+                self.mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size(update.shape),
+                stride=(update.shape[1], 1),
+            )
+            whole = orthogonalize([as_matrices(sharded.full_tensor(), update.block_rows)], settings)[0]
+            yield index, self._rows_here(whole.reshape(update.shape))
+
+
+class GatherOnce(MuonExchange):
+    """One all-gather brings all updates to every rank, and every rank orthogonalises all.
+
+    With `direct` it uses the transport that FSDP2 is tuned with on gloo.
+    """
+
+    def __init__(self, mesh: DeviceMesh, direct: bool = False) -> None:
+        super().__init__(mesh)
+        self._direct = DirectAllGather() if direct else None
+
+    def orthogonalized(
+        self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
+    ) -> Iterator[tuple[int, Tensor]]:
+        if not updates:
+            return
+        gathered = self._gather(updates)  # (N, padded elements of a rank)
+        for batch in _equal_shapes(updates):
+            wholes = [as_matrices(self._whole(gathered, updates, index), updates[index].block_rows) for index in batch]
+            for index, whole in zip(batch, orthogonalize(wholes, settings), strict=True):
+                yield index, self._rows_here(whole.reshape(updates[index].shape))
+
+    def _gather(self, updates: Sequence[ShardedUpdate]) -> Tensor:
+        sizes = [self._padded_numel(update) for update in updates]
+        gathered = updates[0].local.new_empty(self.world_size, sum(sizes))
+        mine = gathered[self.rank]
+        for update, place in zip(updates, mine.split(sizes), strict=True):
+            place[: update.local.numel()].copy_(update.local.flatten())
+        if self._direct is not None:
+            self._direct(gathered, mine, self.group).wait()
+        else:
+            dist.all_gather_single(gathered.view(-1), mine, group=self.group)
+        return gathered
+
+    def _padded_numel(self, update: ShardedUpdate) -> int:
+        return ceil(update.shape[0] / self.world_size) * update.shape[1]
+
+    def _whole(self, gathered: Tensor, updates: Sequence[ShardedUpdate], index: int) -> Tensor:
+        start = sum(self._padded_numel(update) for update in updates[:index])
+        columns = gathered[:, start : start + self._padded_numel(updates[index])]
+        rows, cols = updates[index].shape
+        return columns.reshape(-1, cols)[:rows]
+
+
+class AllToAll(MuonExchange):
+    """Shards are exchanged so that each rank holds some whole matrices, and the results are sent back.
+
+    Every matrix has one rank that orthogonalises it, chosen by cost, longest first. Messages are packed into buckets
+    without padding; a bucket travels while another is orthogonalised. 2 c P / N elements leave a rank.
+    """
+
+    def orthogonalized(
+        self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
+    ) -> Iterator[tuple[int, Tensor]]:
+        buckets = make_buckets(updates, self.world_size)
+        gathers = [self._gather(updates, bucket) for bucket in buckets[:BUCKETS_AHEAD]]
+        returns: list[_Transfer] = []
+        for position, bucket in enumerate(buckets):
+            mine = bucket[self.rank]
+            wholes = self._wholes(updates, mine, gathers.pop(0))
+            if position + BUCKETS_AHEAD < len(buckets):
+                gathers.append(self._gather(updates, buckets[position + BUCKETS_AHEAD]))
+            matrices = [as_matrices(whole, updates[i].block_rows) for i, whole in zip(mine, wholes, strict=True)]
+            orthogonal = orthogonalize(matrices, settings)
+            results = [matrix.reshape(updates[i].shape) for i, matrix in zip(mine, orthogonal, strict=True)]
+            returns.append(self._scatter(updates, bucket, results))
+            if position:
+                yield from self._rows(updates, buckets[position - 1], returns[position - 1])
+        if buckets:
+            yield from self._rows(updates, buckets[-1], returns[-1])
+
+    def _gather(self, updates: Sequence[ShardedUpdate], bucket: Bucket) -> _Transfer:
+        """Send every owner my rows of its matrices; receive everyone's rows of mine."""
+        sent = [[updates[index].local for index in owned] for owned in bucket]
+        received = [
+            sum(self._numel_on(updates[index], peer) for index in bucket[self.rank]) for peer in range(self.world_size)
+        ]
+        return self._exchange(updates[0].local, sent, received)
+
+    def _scatter(self, updates: Sequence[ShardedUpdate], bucket: Bucket, results: Sequence[Tensor]) -> _Transfer:
+        """Send every rank its rows of my results; receive my rows of everyone's."""
+        sent = []
+        for peer in range(self.world_size):
+            bounds = [shard_bounds(result.size(0), self.world_size, peer) for result in results]
+            sent.append([result[start:stop] for result, (start, stop) in zip(results, bounds, strict=True)])
+        received = [sum(self._numel_on(updates[index], self.rank) for index in owned) for owned in bucket]
+        return self._exchange(updates[0].local, sent, received)
+
+    def _exchange(self, like: Tensor, sent: Sequence[Sequence[Tensor]], received: list[int]) -> _Transfer:
+        splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        pieces = [tensor.flatten() for tensors in sent for tensor in tensors]
+        outgoing = torch.cat(pieces) if pieces else like.new_empty(0)
+        incoming = like.new_empty(sum(received))
+        work = dist.all_to_all_single(incoming, outgoing, received, splits, group=self.group, async_op=True)
+        assert work is not None, "this rank is not in the group"
+        return _Transfer(work, outgoing, incoming.split(received))
+
+    def _wholes(self, updates: Sequence[ShardedUpdate], mine: Sequence[int], transfer: _Transfer) -> list[Tensor]:
+        """My matrices, put together from the rows of all ranks."""
+        transfer.work.wait()
+        by_peer = [
+            part.split([self._numel_on(updates[index], peer) for index in mine])
+            for peer, part in enumerate(transfer.incoming)
+        ]
+        return [
+            torch.cat([pieces[place] for pieces in by_peer]).view(updates[index].shape)
+            for place, index in enumerate(mine)
+        ]
+
+    def _rows(
+        self, updates: Sequence[ShardedUpdate], bucket: Bucket, transfer: _Transfer
+    ) -> Iterator[tuple[int, Tensor]]:
+        transfer.work.wait()
+        for owned, part in zip(bucket, transfer.incoming, strict=True):
+            sizes = [self._numel_on(updates[index], self.rank) for index in owned]
+            for index, rows in zip(owned, part.split(sizes), strict=True):
+                yield index, rows.view(-1, updates[index].shape[1])
+
+    def _numel_on(self, update: ShardedUpdate, rank: int) -> int:
+        start, stop = shard_bounds(update.shape[0], self.world_size, rank)
+        return (stop - start) * update.shape[1]
+
+
+class _Transfer(NamedTuple):
+    """An exchange on its way. `outgoing` is only kept alive; `incoming` has one part for each peer."""
+
+    work: dist.Work
+    outgoing: Tensor
+    incoming: tuple[Tensor, ...]
+
+
+Bucket = list[list[int]]
+"""For each rank the indices of the matrices that it puts together in this exchange."""
+
+
+def assign_owners(costs: Sequence[tuple[str, int]], world_size: int) -> list[int]:
+    """A rank for each (fqn, cost): longest processing time first, ties by fqn, then the lowest rank."""
+    owners = [0] * len(costs)
+    loads = [0] * world_size
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i][1], costs[i][0])):
+        owners[index] = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += costs[index][1]
+    return owners
+
+
+def make_buckets(updates: Sequence[ShardedUpdate], world_size: int) -> list[Bucket]:
+    """Cut the matrices of every rank into exchanges: equal shapes together, dear ones first, about equal bytes."""
+    owners = assign_owners([(update.fqn, update.flops) for update in updates], world_size)
+    queues = [
+        sorted(
+            (index for index, owner in enumerate(owners) if owner == rank),
+            key=lambda i: (-updates[i].flops, updates[i].shape, updates[i].fqn),
+        )
+        for rank in range(world_size)
+    ]
+    cut = [_cut(queue, updates) for queue in queues]
+    longest = max((len(slices) for slices in cut), default=0)
+    return [[slices[k] if k < len(slices) else [] for slices in cut] for k in range(longest)]
+
+
+def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[int]]:
+    nbytes = {i: updates[i].shape[0] * updates[i].shape[1] * updates[i].local.element_size() for i in queue}
+    limit = min(BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
+    slices: list[list[int]] = []
+    filled = limit
+    for index in queue:
+        if filled >= limit:
+            slices.append([])
+            filled = 0
+        slices[-1].append(index)
+        filled += nbytes[index]
+    return slices
+
+
+def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
+    """The iteration's settings of one of Muon's parameter groups."""
+    return make_newton_schulz(
+        group["ns_coefficients"],
+        group["ns_steps"],
+        eps=group["eps"],
+        dtype=group["ns_dtype"],
+        form=group["ns_form"],
+        arithmetic=group["ns_arithmetic"],
+        batch=group["batch"],
+    )
+
+
+def _equal_shapes(updates: Sequence[ShardedUpdate]) -> list[list[int]]:
+    """Indices of equal shapes together, at most BATCH_ELEMENTS elements each."""
+    by_shape: dict[tuple[tuple[int, int], int | None], list[int]] = {}
+    for index, update in enumerate(updates):
+        by_shape.setdefault((update.shape, update.block_rows), []).append(index)
+    batches = []
+    for (shape, _), indices in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // (shape[0] * shape[1]))
+        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return batches
+
+
+def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGroup) -> None:
+    """Muon's decay and update on this rank's rows; `matrix` is the shape that was orthogonalised."""
+    local = _local(param)
+    if group["weight_decay"]:
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+    local.add_(rows, alpha=-group["lr"] * learning_rate_scale(group["scale"], *matrix))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a DTensor: a view."""
+    if not isinstance(tensor, DTensor):
+        raise RuntimeError(f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}")
+    return tensor.to_local()
