@@ -140,7 +140,9 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
             }
 
 
-def newton_schulz_flops(rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard") -> int:
+def newton_schulz_flops(
+    rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard"
+) -> int:
     """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long side.
 
     Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n).
@@ -163,7 +165,9 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
     (8/3 n^3), the sorting diagonal and the moment's way to the new basis.
     """
     sides = _sides(rows, cols, settings)
-    passes = sum(2 * rows * cols * side for side in sides)  # one product from each preconditioned side
+    passes = sum(
+        2 * rows * cols * side for side in sides
+    )  # one product from each preconditioned side
     cubes = sum(side**3 for side in sides)
     match settings.matrix_optimizer:
         case "muon":
@@ -172,10 +176,14 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
             return ADAMW_FLOPS * rows * cols
         case "shampoo":
             refresh = (EIGH_FLOPS + 2) * cubes
-            return 2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            return (
+                2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            )
         case "soap":
             refresh = (4 * cubes + 8 * cubes // 3) + 2 * passes
-            return 4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            return (
+                4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
+            )
 
 
 def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
@@ -256,7 +264,9 @@ class LinkBytes(NamedTuple):
     link: int
 
 
-def transport_bytes(transport: Transport, shares: Sequence[int], ranks_per_host: int = 1) -> LinkBytes:
+def transport_bytes(
+    transport: Transport, shares: Sequence[int], ranks_per_host: int = 1
+) -> LinkBytes:
     """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction moves the same in the other direction.
 
     Ring, and `grouped` where each broadcast is a pipelined ring: rank r passes on all but what rank r + 1 holds, and
@@ -342,7 +352,9 @@ class UnitSize(NamedTuple):
     numel: int
     trainable: int
     matrix: int  # trainable elements of the matrix role
-    gathers: int = 2  # 1 where they are kept between forward and backward, or not needed in backward
+    gathers: int = (
+        2  # 1 where they are kept between forward and backward, or not needed in backward
+    )
 
 
 class StepBytes(NamedTuple):

@@ -43,7 +43,9 @@ def deal(pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]) -> list[int]:
     return owners
 
 
-def _shapes_together(pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]) -> dict[Kind, dict[int, int]]:
+def _shapes_together(
+    pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]
+) -> dict[Kind, dict[int, int]]:
     """Slots of each kind: rank -> pieces.
 
     Kinds of one load fill the ranks in turn, so that of any two neighbours in that order one rank at most has both.

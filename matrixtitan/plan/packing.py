@@ -56,11 +56,15 @@ class Packing:
         margin = 1 + tolerance
         if self.max_bytes * margin < other.max_bytes:
             return True
-        return self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
+        return (
+            self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
+        )
 
     def ranks(self) -> list[Counter[Load]]:
         """The contents rank by rank, those with most FLOPs first."""
-        order = sorted(self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True)
+        order = sorted(
+            self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True
+        )
         return [
             Counter({load: count for load, count in zip(self.loads, content, strict=True) if count})
             for content in order
@@ -84,7 +88,9 @@ def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: floa
 
     def fastest(cap: int) -> Packing:
         starts = (by_bytes, _longest_first(loads, counts, ranks, "flops", cap))
-        packings = [Packing(loads, _improve(loads, start, "flops", target, cap), floor) for start in starts]
+        packings = [
+            Packing(loads, _improve(loads, start, "flops", target, cap), floor) for start in starts
+        ]
         return min(packings, key=lambda packing: (max(packing.max_bytes, cap), packing.max_flops))
 
     tight, loose = fastest(least), fastest(int(least * (1 + tolerance)))
@@ -104,7 +110,9 @@ def water_level(held: Sequence[int], poured: int) -> int:
 
 
 def _weigh(loads: Sequence[Load], content: Iterable[int]) -> Load:
-    weights = [(load.bytes * n, load.flops * n) for load, n in zip(loads, content, strict=True) if n]
+    weights = [
+        (load.bytes * n, load.flops * n) for load, n in zip(loads, content, strict=True) if n
+    ]
     return Load(sum(w[0] for w in weights), sum(w[1] for w in weights))
 
 
@@ -119,7 +127,9 @@ def _longest_first(
     primary, second = (0, 1) if by == "bytes" else (1, 0)
     held = [[0] * len(loads) for _ in range(ranks)]
     heap = [(0, 0, rank) for rank in range(ranks)]
-    order = sorted(range(len(loads)), key=lambda k: (loads[k][primary], loads[k][second]), reverse=True)
+    order = sorted(
+        range(len(loads)), key=lambda k: (loads[k][primary], loads[k][second]), reverse=True
+    )
     for k in order:
         load = loads[k]
         full = []  # no room for this load, nor for another of its kind
@@ -193,7 +203,10 @@ def _swaps(
                 back = loads[take] if take != NOTHING else Load(0, 0)
                 moved = Load(loads[give].bytes - back.bytes, loads[give].flops - back.flops)
                 heavier = max(before[primary] - moved[primary], weight[primary] + moved[primary])
-                fits = cap is None or max(before.bytes - moved.bytes, weight.bytes + moved.bytes) <= cap
+                fits = (
+                    cap is None
+                    or max(before.bytes - moved.bytes, weight.bytes + moved.bytes) <= cap
+                )
                 if heavier < before[primary] and fits:
                     yield _Swap(heavier, cold, give, take)
 

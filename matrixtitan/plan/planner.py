@@ -46,7 +46,9 @@ class PlanSettings(CostSettings):
             )
 
 
-def make_plan(specs: Sequence[ParamSpec], world_size: int, settings: PlanSettings = PlanSettings()) -> Plan:
+def make_plan(
+    specs: Sequence[ParamSpec], world_size: int, settings: PlanSettings = PlanSettings()
+) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
     Pure and deterministic: ties are broken by fqn, then rank. Raises ValueError for a world size below 1, a parameter
@@ -68,13 +70,17 @@ def make_plan(specs: Sequence[ParamSpec], world_size: int, settings: PlanSetting
 class _Placement:
     """Blocks of each parameter on each rank, while a plan is being made."""
 
-    def __init__(self, specs: Sequence[ParamSpec], costs: Sequence[BlockCost], world_size: int) -> None:
+    def __init__(
+        self, specs: Sequence[ParamSpec], costs: Sequence[BlockCost], world_size: int
+    ) -> None:
         self.specs = specs
         self.costs = costs
         self.world_size = world_size
         self.blocks: list[dict[int, int]] = [{} for _ in specs]  # by parameter: rank -> blocks
         self.bytes = [0] * world_size
-        self.units: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)  # elements by rank
+        self.units: defaultdict[str, list[int]] = defaultdict(
+            lambda: [0] * world_size
+        )  # elements by rank
         self.total_bytes = sum(self._held_bytes(i) for i in range(len(specs)))
         self.unit_numel: Counter[str] = Counter()
         for spec in specs:
@@ -135,10 +141,8 @@ class _Placement:
         pieces = []
         for index in self.matrices:
             spec, cost, count = self.specs[index], self.costs[index], self._count(index)
-            size = count
-            if len(spec.shape) > 2 or cut_heads:
-                size = max(1, count // self.world_size)  # a piece for every rank: even shares of the unit
-            number = -(-count // size)
+            cut = len(spec.shape) > 2 or cut_heads
+            number = min(count, self.world_size) if cut else 1  # one a rank: even shares
             for piece in range(number):  # sizes differ by one block at most
                 blocks = count * (piece + 1) // number - count * piece // number
                 shape = (spec.block_rows, *spec.shape[1:])
@@ -177,7 +181,9 @@ class _Placement:
                 for rank, share in enumerate(self.units[unit])
                 if share and self.bytes[rank] + needed <= mean
             ]
-            while emptiest[0][0] != self.bytes[emptiest[0][1]]:  # stale: it was given something since
+            while (
+                emptiest[0][0] != self.bytes[emptiest[0][1]]
+            ):  # stale: it was given something since
                 heapq.heapreplace(emptiest, (self.bytes[emptiest[0][1]], emptiest[0][1]))
             _, rank = min(owners) if owners else emptiest[0]
             for index in indices:
@@ -188,7 +194,9 @@ class _Placement:
 
         Coarse rows first, so that fine ones even out the rounding.
         """
-        order = sorted(self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn))
+        order = sorted(
+            self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn)
+        )
         left = sum(map(self._held_bytes, order))
         for index in order:
             level = water_level(self.bytes, left)

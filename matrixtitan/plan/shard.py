@@ -36,7 +36,9 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not self.shape:
-            raise ValueError(f"{self.fqn} is a scalar; a sharded parameter needs a dim 0: make it 1-D")
+            raise ValueError(
+                f"{self.fqn} is a scalar; a sharded parameter needs a dim 0: make it 1-D"
+            )
         if self.block_rows < 1 or (self.shape[0] and self.shape[0] % self.block_rows):
             raise ValueError(
                 f"{self.fqn}: block_rows {self.block_rows} does not divide its {self.shape[0]} rows"
@@ -76,7 +78,9 @@ class MatrixShard:
         row = 0
         for segment in self.segments:
             if segment.start != row or segment.stop <= segment.start:
-                raise ValueError(f"{self.fqn}: segments {self.segments} do not cover its rows in order")
+                raise ValueError(
+                    f"{self.fqn}: segments {self.segments} do not cover its rows in order"
+                )
             if segment.stop % self.block_rows:
                 raise ValueError(f"{self.fqn}: {segment} cuts a block of {self.block_rows} rows")
             row = segment.stop
@@ -104,7 +108,9 @@ class MatrixShard:
     def owner(self) -> int:
         """The single owner's rank; only a whole parameter has one."""
         if not self.is_whole:
-            raise RuntimeError(f"{self.fqn} is split between {len(self.segments)} ranks: it has no one owner")
+            raise RuntimeError(
+                f"{self.fqn} is split between {len(self.segments)} ranks: it has no one owner"
+            )
         return self.segments[0].rank
 
     def segment(self, rank: int) -> Segment | None:
@@ -132,7 +138,9 @@ class Plan:
             raise ValueError("a plan names a parameter twice")
         for shard in self.shards:
             if any(not 0 <= segment.rank < self.world_size for segment in shard.segments):
-                raise ValueError(f"{shard.fqn}: a segment's rank is outside world size {self.world_size}")
+                raise ValueError(
+                    f"{shard.fqn}: a segment's rank is outside world size {self.world_size}"
+                )
 
     @cached_property
     def by_fqn(self) -> Mapping[str, MatrixShard]:

@@ -35,5 +35,5 @@ def llama_specs(
     return specs
 
 
-LLAMA_8B = dict(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256)
-LLAMA_405B = dict(dim=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+LLAMA_8B = {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
+LLAMA_405B = {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256}
