@@ -42,6 +42,10 @@ GRAM_FIRST_CHUNK, GRAM_CHUNK = 2, 3
 """Steps of Newton-Schulz's Gram form before it first goes back to the long matrix, and between later restarts."""
 
 
+GLOO_WORKERS = 2
+"""Threads of PyTorch's gloo process group: so many of its collectives run at a time."""
+
+
 @dataclass(frozen=True)
 class CostSettings:
     """What bytes and FLOPs depend on beside shapes. Bytes are per element, as stored on the owner.
@@ -258,7 +262,7 @@ def max_over_mean(values: Sequence[int]) -> float:
 
 
 class LinkBytes(NamedTuple):
-    """Most bytes that any one rank sends, and that any one host's network link carries in its busier direction."""
+    """Most bytes that one rank sends, and that one host's link carries in its busier direction."""
 
     rank: int
     link: int
@@ -267,26 +271,29 @@ class LinkBytes(NamedTuple):
 def transport_bytes(
     transport: Transport, shares: Sequence[int], ranks_per_host: int = 1
 ) -> LinkBytes:
-    """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction moves the same in the other direction.
+    """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction is its mirror.
 
-    Ring, and `grouped` where each broadcast is a pipelined ring: rank r passes on all but what rank r + 1 holds, and
-    one rank of a host faces the network. Star: an owner sends its share to each peer. All-gather: even, c S.
+    Ring, and `grouped` as NCCL does it (each broadcast a pipelined ring): rank r passes on all but
+    what rank r + 1 holds, and one rank of a host faces the network. Star: an owner sends its share
+    to each peer. All-gather: even shares, c S.
     """
     world_size, total = len(shares), sum(shares)
     if world_size == 1:
         return LinkBytes(0, 0)
-    hosts = ceil(world_size / ranks_per_host)
+    several = world_size > ranks_per_host
     if transport == "all_gather":
         sent = ceil(total * (world_size - 1) / world_size)
-        return LinkBytes(sent, sent if hosts > 1 else 0)
+        return LinkBytes(sent, sent if several else 0)
     if transport in ("ring", "grouped"):
-        firsts = shares[::ranks_per_host] if hosts > 1 else [total]
-        return LinkBytes(total - min(shares), total - min(firsts))
+        entered = min(
+            shares[::ranks_per_host]
+        )  # the link into a host does not carry its first rank's share
+        return LinkBytes(total - min(shares), total - entered if several else 0)
     link = 0
-    for start in range(0, world_size, ranks_per_host) if hosts > 1 else ():
+    for start in range(0, world_size, ranks_per_host) if several else ():
         held = shares[start : start + ranks_per_host]
-        away = world_size - len(held)
-        link = max(link, sum(held) * away, (total - sum(held)) * len(held))
+        peers = world_size - len(held)
+        link = max(link, sum(held) * peers, (total - sum(held)) * len(held))
     return LinkBytes((world_size - 1) * max(shares), link)
 
 
@@ -295,39 +302,48 @@ def transport_seconds(
     shares: Sequence[int],
     link_bytes_per_second: float,
     *,
+    backend: str = "nccl",
     ranks_per_host: int = 1,
     message_seconds: float = 0.0,
 ) -> float:
-    """Predicted time of one unshard over links of this rate, one link a host; `message_seconds` is a message's latency.
+    """Predicted time of one unshard, or of the reduction that mirrors it, over one link a host.
 
-    Links inside a host are taken as free, so that a single host costs latency alone.
+    `message_seconds` is the latency of a message. Links inside a host are taken as free, so that a
+    single host costs latency alone. `grouped` on gloo is `tree_bytes` long.
     """
     world_size = len(shares)
-    messages = {
-        "all_gather": world_size - 1,
-        "ring": world_size - 1,
-        "grouped": sum(1 for share in shares if share),
-        "star": world_size - 1,
-    }[transport]
     if world_size == 1:
         return 0.0
-    link = transport_bytes(transport, shares, ranks_per_host).link
+    owners = sum(1 for share in shares if share)
+    messages = owners if transport == "grouped" else world_size - 1
+    if transport == "grouped" and backend == "gloo" and world_size > ranks_per_host:
+        link = tree_bytes(shares)
+    else:
+        link = transport_bytes(transport, shares, ranks_per_host).link
     return link / link_bytes_per_second + messages * message_seconds
 
 
-def tree_depth(world_size: int) -> int:
-    """Messages on the longest path of a binomial broadcast whose sends share their sender's link."""
-    levels = (world_size - 1).bit_length()
-    return levels * (levels + 1) // 2
+def tree_bytes(shares: Sequence[int]) -> int:
+    """Bytes one after another on the longest path of gloo's broadcasts, one for each owner.
+
+    gloo's tree is binomial and stores before it forwards. A rank sends to its L, L - 1, ... peers
+    at once, which share its link, so that the last peer has its copy after L (L + 1) / 2 of them,
+    L = ceil(log2 N). Two worker threads run two broadcasts at a time, in the order issued.
+    """
+    levels = (len(shares) - 1).bit_length()
+    workers = [0] * GLOO_WORKERS
+    for share in shares:
+        workers[workers.index(min(workers))] += share
+    return max(workers) * levels * (levels + 1) // 2
 
 
 def choose_transport(
     shares: Sequence[int], backend: str, ranks_per_host: int | None = None
 ) -> Literal["grouped", "ring", "star"]:
-    """The transport of `transport = "auto"`: from the unit's shares and the backend alone, so that a run can be repeated.
+    """The transport of `transport = "auto"`: from shares and backend alone, so a run can be repeated.
 
-    NCCL: grouped. gloo across machines: ring. gloo inside one machine: star, unless one owner's fan-out of
-    (N - 1) max s_r costs more than binomial broadcasts run two at a time (gloo has two worker threads).
+    NCCL: grouped. gloo across machines: ring. gloo inside one machine (None: all ranks on one):
+    star, unless the fan-out of one owner, (N - 1) max s_r, is over what trees of broadcasts take.
     """
     if backend == "nccl":
         return "grouped"
@@ -335,12 +351,9 @@ def choose_transport(
         raise ValueError(
             f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport"
         )
-    world_size = len(shares)
-    if ranks_per_host is not None and world_size > ranks_per_host:
+    if ranks_per_host is not None and len(shares) > ranks_per_host:
         return "ring"
-    star = (world_size - 1) * max(shares)
-    grouped = tree_depth(world_size) * max(max(shares), sum(shares) // 2)
-    return "star" if star <= grouped else "grouped"
+    return "star" if (len(shares) - 1) * max(shares) <= tree_bytes(shares) else "grouped"
 
 
 # ---------------------------------------------------------------- strategies
