@@ -7,10 +7,9 @@ all of them train with the same optimizers. Allocates nothing. Next file: `strat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.activation_checkpoint import apply_activation_checkpointing
@@ -22,7 +21,10 @@ from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import ParamSpec, Plan
 from matrixtitan.strategies.base import DataParallel
 from matrixtitan.strategies.ddp import DDP
+from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
+from matrixtitan.strategies.zero1_owner import Zero1Owner
+from models.llama import Llama
 
 
 class Parallelized(NamedTuple):
@@ -33,7 +35,7 @@ class Parallelized(NamedTuple):
     close: Callable[[], None]
 
 
-def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.device) -> Parallelized:
+def parallelize(model: Llama, config: Config, mesh: DeviceMesh, device: torch.device) -> Parallelized:
     """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing."""
     check_patterns([name for name, _ in model.named_parameters()], config.optimizer)
     specs = model_specs(model, config)
@@ -51,7 +53,7 @@ def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
     raise RuntimeError(f"{fqn} is in none of the model's units {list(unit_names)}")
 
 
-def model_specs(model: nn.Module, config: Config) -> list[ParamSpec]:
+def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
     """Role, unit and block rows of every parameter, in the model's order; patterns from model and config together."""
     units = model.unit_names()
     optimizer = config.optimizer
@@ -86,16 +88,16 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: Llama) -> None:
     """Compile each block's `forward`, not the module: hooks stay outside the graph and names stay as they are."""
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def _matrix_fsdp(
-    model: nn.Module, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
 ) -> Parallelized:
-    parallelism, training = config.parallelism, config.training
+    parallelism = config.parallelism
     plan = make_plan(specs, mesh.size(mesh.ndim - 1), plan_settings(config))
     runtime = fully_shard(
         model,
@@ -103,10 +105,7 @@ def _matrix_fsdp(
         mesh=mesh,
         plan=plan,
         device=device,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=dtype_of(training.mixed_precision_param),
-            reduce_dtype=dtype_of(training.mixed_precision_reduce),
-        ),
+        mp_policy=MixedPrecisionPolicy(**_precision(config)),
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         transport=parallelism.transport,
         prefetch=parallelism.prefetch,
@@ -116,24 +115,56 @@ def _matrix_fsdp(
     return Parallelized(strategy, plan, runtime.close)
 
 
-def _ddp(
-    model: nn.Module, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+def _fsdp2(
+    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
 ) -> Parallelized:
-    strategy = DDP(
+    parallelism = config.parallelism
+    strategy = FSDP2(
         model,
         specs,
+        units=model.unit_names(),
+        mesh=mesh,
         device=device,
-        param_dtype=dtype_of(config.training.mixed_precision_param),
-        reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
+        dtype=dtype_of(config.training.dtype),
+        **_precision(config),
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        transports=parallelism.fsdp2_transports,
+        matrix_exchange=config.optimizer.matrix_exchange,
+        prefetch=parallelism.prefetch,
     )
     return Parallelized(strategy, None, _nothing_to_close)
+
+
+def _zero1_owner(
+    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+) -> Parallelized:
+    return Parallelized(Zero1Owner(model, specs, device=device, **_precision(config)), None, _nothing_to_close)
+
+
+def _ddp(
+    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+) -> Parallelized:
+    return Parallelized(DDP(model, specs, device=device, **_precision(config)), None, _nothing_to_close)
+
+
+def _precision(config: Config) -> dict[str, torch.dtype]:
+    training = config.training
+    return {
+        "param_dtype": dtype_of(training.mixed_precision_param),
+        "reduce_dtype": dtype_of(training.mixed_precision_reduce),
+    }
 
 
 def _nothing_to_close() -> None:
     return None
 
 
-Build = Callable[[nn.Module, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
+Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
 
-STRATEGIES: dict[str, Build] = {"matrix_fsdp": _matrix_fsdp, "ddp": _ddp}
+STRATEGIES: dict[str, Build] = {
+    "matrix_fsdp": _matrix_fsdp,
+    "fsdp2": _fsdp2,
+    "zero1_owner": _zero1_owner,
+    "ddp": _ddp,
+}
 """What `parallelism.strategy` may name."""

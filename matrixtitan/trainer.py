@@ -92,8 +92,9 @@ class Trainer:
     def _build(self) -> None:
         config, training = self.config, self.config.training
 
-        # Processes
-        self.world = self._closing.enter_context(init_world(config))
+        # Processes: a group over all ranks and its (replicate, shard) mesh
+        self.world = init_world(config)
+        self._closing.callback(self.world.close)
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
@@ -111,25 +112,24 @@ class Trainer:
                 vocab_size=self.tokenizer.n_words,
                 max_seq_len=training.seq_len,
                 tie_embeddings=config.model.tie_embeddings,
-            )
-        self.strategy, self.plan = parallelize(self.model, config, self.world.mesh, self.device)
+            ).to(dtype_of(training.dtype))
+        self.strategy, self.plan, close = parallelize(self.model, config, self.world.mesh, self.device)
+        self._closing.callback(close)
         self.strategy.materialize(self._init_rows)
         self.model.init_buffers(self.device)
 
         # Optimizers and schedule
         self.optimizers = self.strategy.build_optimizers(config.optimizer)
-        self.schedule = LRSchedule(config.lr_scheduler, self.optimizers)
+        self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
         # Where to start from, and the data from there on
         self.state = TrainState()
-        self.checkpointer = self._closing.enter_context(
-            Checkpointer(config.checkpoint, config, self.strategy, self.optimizers)
+        self.checkpointer = self._open_checkpoints()
+        self.batches = iter(
+            build_dataloader(config, self.tokenizer, self.world.rank, self.world.size, self.state.window)
         )
-        self._resume()
-        self.batches: Iterator[Batch] = self._open_data()
 
         # Reports
-        self._save_description()
         self.metrics = Metrics(
             config.metrics,
             self.dump_folder,
@@ -141,6 +141,34 @@ class Trainer:
             start_step=self.state.step,
         )
         self._closing.callback(self.metrics.close)
+        self._describe_run()
+
+    def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
+        self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
+
+    def _describe_run(self) -> None:
+        """The resolved config and the plan, beside the run's outputs and in TensorBoard."""
+        if self.world.rank != 0:
+            return
+        self.dump_folder.mkdir(parents=True, exist_ok=True)
+        config = to_toml(self.config)
+        (self.dump_folder / "config.toml").write_text(config)
+        self.metrics.log_text("config", config)
+        if self.plan is not None:
+            plan = json.dumps(self.plan.to_json(), indent=1)
+            (self.dump_folder / "plan.json").write_text(plan)
+            self.metrics.log_text("plan", plan)
+        logger.info(
+            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
+            self.config.model.name,
+            self.config.model.flavor,
+            f"{self.model.num_parameters:,}",
+            self.world.size,
+            self.config.parallelism.strategy,
+            self.config.training.global_batch_size,
+            self.config.training.seq_len,
+            self.microbatches,
+        )
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -148,8 +176,7 @@ class Trainer:
         """Run to `training.steps`. Every rank calls the same collectives in the same order."""
         training = self.config.training
         first_step = self.state.step + 1
-        gc.disable()  # a collection at its own time on each rank makes all the others wait
-        self._closing.callback(gc.enable)
+        self._closing.callback(_control_garbage_collection())
         self.metrics.begin()
         with Profiler(self.config.profiling, self.dump_folder, self.world.rank, self.state.step) as profiler:
             for step in range(first_step, training.steps + 1):
@@ -171,14 +198,16 @@ class Trainer:
                 if step == first_step:
                     self.world.set_timeout(self.config.comm.train_timeout_seconds)
                 if training.gc_freq and step % training.gc_freq == 0:
-                    gc.collect(1)
+                    gc.collect()
 
     def _forward_backward(self) -> Tensor:
         """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
         loss_sum = torch.zeros((), device=self.device)
         for microbatch in range(self.microbatches):
             with self.metrics.timer.phase("data"):
-                tokens, labels = self._next_batch()
+                tokens, labels = next(self.batches)
+                tokens = tokens.to(self.device, non_blocking=True)
+                labels = labels.to(self.device, non_blocking=True)
             with self.metrics.timer.phase("forward_backward"):
                 self.strategy.set_reduce_gradients(microbatch == self.microbatches - 1)
                 loss = self.strategy.model(tokens, labels) / self.tokens_per_step
@@ -252,3 +281,19 @@ class Trainer:
             loss_sum, count = total.tolist()
         self.metrics.log_validation(step, loss_sum / count, int(count))
         return loss_sum / count
+
+
+def _control_garbage_collection() -> Callable[[], None]:
+    """Collect only when told: a rank that collects at its own time makes all the others wait. Returns the undoing.
+
+    What exists now is frozen, so that later collections look at the steps' own garbage only.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    def restore() -> None:
+        gc.unfreeze()
+        gc.enable()
+
+    return restore
