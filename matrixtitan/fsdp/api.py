@@ -6,6 +6,9 @@ happen, `unit.py` for what happens.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,9 +25,12 @@ from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.transports import Grouped, Star, Transport
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.local_param import LocalParam
+from matrixtitan.plan.cost import choose_transport, unit_shares
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import Plan
+
+logger = logging.getLogger(__name__)
 
 TRANSPORTS: dict[str, type[Transport]] = {"grouped": Grouped, "ring": Ring, "star": Star}
 
@@ -187,7 +193,6 @@ def fully_shard(
             index,
             keep=reshard_after_forward == "never"
             or (reshard_after_forward == "default" and (unit.name == ROOT or index == len(built) - 1)),
-            gather_in_backward=not all(type(module) is nn.Embedding for module in unit.modules),
         )
         for index, unit in enumerate(built)
     ]
@@ -304,10 +309,8 @@ def _communication(
             _compare_plans(plan, replicas, device)
         if plan.world_size > 1:
             ranks = dist.get_process_group_ranks(shard_group)
-            name = "grouped" if transport == "auto" else transport
-            if name not in TRANSPORTS:
-                raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
-            transports = [TRANSPORTS[name](dist.new_group(ranks, use_local_synchronization=True)) for _ in range(2)]
+            chosen = _transport_class(transport, plan, dist.get_backend(shard_group))
+            transports = [chosen(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(2)]
     return (
         Communication(
             rank=rank,
@@ -323,6 +326,22 @@ def _communication(
         ),
         shard_group,
     )
+
+
+def _transport_class(name: str, plan: Plan, backend: str) -> type[Transport]:
+    if name == "auto":
+        # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
+        votes: Counter[str] = Counter()
+        for shares in unit_shares(plan, element_bytes=1).values():
+            votes[choose_transport(shares, backend, per_host)] += sum(shares)
+        name = max(sorted(votes), key=lambda candidate: votes[candidate])
+        logger.info("transport: %s (auto: %d ranks, %d on this machine, %s)", name, plan.world_size, per_host, backend)
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
+    if name == "ring" and backend != "gloo":
+        raise ValueError(f"transport 'ring' works on gloo alone, this group's backend is {backend}: use 'grouped'")
+    return TRANSPORTS[name]
 
 
 def _gather_integers(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -39,10 +39,11 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 class Call:
     """One forward of one of a unit's modules with gradients enabled."""
 
-    __slots__ = ("__weakref__", "begun", "over", "state")
+    __slots__ = ("__weakref__", "begun", "needs_weights", "over", "state")
 
-    def __init__(self, state: UnitState) -> None:
+    def __init__(self, state: UnitState, module: nn.Module) -> None:
         self.state = state
+        self.needs_weights = type(module) is not nn.Embedding  # a lookup's backward only needs the indices
         self.begun = False  # its backward has begun
         self.over = False
 
@@ -50,11 +51,10 @@ class Call:
 class UnitState:
     """A unit and what the schedule remembers of it between hooks."""
 
-    def __init__(self, unit: Unit, index: int, keep: bool, gather_in_backward: bool) -> None:
+    def __init__(self, unit: Unit, index: int, keep: bool) -> None:
         self.unit = unit
         self.index = index
         self.keep = keep  # stays gathered between forward and backward
-        self.gather_in_backward = gather_in_backward
         self.running: list[Call | None] = []  # forwards now executing, innermost last
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # forwards whose backward is not over
         self.modules_run: set[nn.Module] = set()
@@ -62,6 +62,11 @@ class UnitState:
     @property
     def in_backward(self) -> bool:
         return any(call.begun for call in self.calls)
+
+    @property
+    def weights_wanted(self) -> bool:
+        """A backward to come computes with the weights."""
+        return any(call.needs_weights for call in self.calls)
 
 
 class CheckOrder(Protocol):
@@ -152,7 +157,7 @@ class Schedule:
             args, kwargs = _map_tensors((args, kwargs), partial(_cast_floating, dtype=self._param_dtype))
         call = None
         if torch.is_grad_enabled():
-            call = Call(state)
+            call = Call(state, module)
             state.calls.add(call)
             args, kwargs = _watch_inputs(self, call, args, kwargs)
         state.running.append(call)
@@ -165,7 +170,7 @@ class Schedule:
             position = order.index(state)
             ahead = order[position + 1 :] if step > 0 else order[:position][::-1]
             for other in ahead[: self.prefetch]:
-                if step > 0 or (other.gather_in_backward and len(other.calls)):
+                if step > 0 or other.weights_wanted:
                     other.unit.start_unshard()
         state.unit.finish_unshard()
 
@@ -218,7 +223,7 @@ class Schedule:
         if not call.begun:
             call.begun = True
             self._begun.append(call)
-        if state.gather_in_backward:
+        if call.needs_weights:
             self._gather(state, self._order, step=-1)
 
     def _post_backward(self, call: Call) -> None:
@@ -228,7 +233,8 @@ class Schedule:
         call.over = True
         state = call.state
         state.calls.discard(call)
-        state.unit.reshard()
+        if len(state.unit.modules) == 1 or not state.weights_wanted:
+            state.unit.reshard()  # else its next module's backward follows at once
         if not state.calls:
             self._reduce(state)
 

@@ -1,0 +1,135 @@
+"""Wrong use of the runtime fails loudly, on every rank that can know, and names what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from matrixtitan.fsdp import fully_shard
+from matrixtitan.plan.planner import make_plan
+from matrixtitan.plan.shard import ParamSpec
+from tests.lib.distributed import run_distributed
+from tests.lib.toy import batch, make_toy, toy_units
+
+
+def meta_left() -> None:
+    with torch.device("meta"):
+        model = make_toy()
+    fully_shard(model, units=toy_units())
+    model(batch(0)[0])
+
+
+def shared_by_two_units() -> None:
+    fully_shard(make_toy(tied=True), units=toy_units())
+
+
+def different_models() -> None:
+    model = make_toy(dim=8 + 4 * dist.get_rank())
+    fully_shard(model, units=toy_units())
+
+
+def mixed_dtypes() -> None:
+    model = make_toy()
+    model.blocks[1].up.to(torch.float64)
+    fully_shard(model, units=toy_units())
+
+
+def unknown_unit() -> None:
+    fully_shard(make_toy(), units=[["blocks.7"]])
+
+
+def plan_of_another_model() -> None:
+    plan = make_plan([ParamSpec("weight", (4, 4), "matrix", "w", 4)], dist.get_world_size())
+    fully_shard(make_toy(), units=toy_units(), plan=plan)
+
+
+def replaced_parameter() -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(12, 8))
+    model(batch(0)[0])
+
+
+def reentrant_checkpoint() -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    x = model.embed(batch(0)[0])
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    model.head(model.norm(x)).sum().backward()
+
+
+def other_unit_on_one_rank() -> None:
+    """In the first forward: all ranks learn of it."""
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    skip = 1 if dist.get_rank() == 1 else 0
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        x = model.embed(tokens)
+        for block in list(model.blocks)[skip:]:
+            x = block(x)
+        return model.head(model.norm(x))
+
+    model.forward = run  # type: ignore[method-assign]
+    model(batch(0)[0])
+
+
+def skipped_later_on_one_rank() -> None:
+    """After the first forward: the rank that departs raises."""
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    if dist.get_rank() == 1:
+        model.blocks = nn.ModuleList(list(model.blocks)[:2])
+    model(tokens, labels).backward()
+
+
+CASES: list[tuple[Callable[[], None], str, bool]] = [
+    (meta_left, "embed.weight is still on the meta device", True),
+    (shared_by_two_units, "embed.weight is shared by two units", True),
+    (different_models, "the sharding plans differ between ranks", True),
+    (mixed_dtypes, "mixes dtypes: .*blocks.1.up.weight is torch.float64", True),
+    (unknown_unit, "'blocks.7', which the model does not have", True),
+    (plan_of_another_model, "the plan does not fit the model", True),
+    (replaced_parameter, "blocks.1.up.weight was replaced after fully_shard", True),
+    (reentrant_checkpoint, "reentrant checkpointing is not supported", True),
+    (other_unit_on_one_rank, "ranks run different units at the same time", True),
+    (skipped_later_on_one_rank, r"ran other units than the first one did: missing \['blocks.2'\]", False),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message", "everywhere"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: bool) -> None:
+    answers = run_distributed(wrong, 2, timeout=20, expect_failure=True)
+    for rank, answer in enumerate(answers):
+        if everywhere or rank == 1:
+            assert isinstance(answer, str) and re.search(message, answer), f"rank {rank}: {answer}"
+        else:
+            assert isinstance(answer, str) and "failed: another rank died, or timed out" in answer, answer
+
+
+def die_in_backward() -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    loss = model(tokens, labels)
+    if dist.get_rank() == 1:
+        raise SystemExit("gone")
+    loss.backward()
+
+
+def test_a_dead_rank_is_named_by_what_waited_for_it() -> None:
+    answers = run_distributed(die_in_backward, 3, timeout=20, expect_failure=True)
+    for rank in (0, 2):
+        assert "gradients of norm+head failed: another rank died" in answers[rank] or (
+            "gathering blocks.2 failed: another rank died" in answers[rank]
+        ), answers[rank]

@@ -1,0 +1,92 @@
+"""Each transport against the plain definition of its two directions, with even, uneven and absent owners."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from matrixtitan.fsdp.api import TRANSPORTS
+from matrixtitan.fsdp.ring import CHUNK_BYTES
+from matrixtitan.fsdp.transports import Piece
+from tests.lib.distributed import run_distributed
+
+BIG = 3 * CHUNK_BYTES // 4 + 5  # elements of float32: several chunks and a rest
+SIZES: dict[str, list[tuple[int, int]]] = {  # (owner, numel); an owner beyond the world is taken modulo its size
+    "even": [(0, 64), (1, 64), (2, 64), (3, 64)],
+    "one owner": [(1, 1000)],
+    "uneven, an owner twice": [(2, 7), (0, 300), (2, 1), (1, 129)],
+    "many chunks": [(0, BIG), (1, 3), (3, BIG // 2)],
+}
+
+
+def content(piece: int, numel: int, rank: int) -> torch.Tensor:
+    """Small integers: their sums are exact, also in bfloat16."""
+    return ((torch.arange(numel) * (piece + 3) + 5 * rank) % 7).float()
+
+
+def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    transport = TRANSPORTS[name](dist.new_group())
+    for _ in range(2):  # twice in flight: operations of one transport must not mix
+        gathered, reduced, works = [], [], []
+        for index, (owner, numel) in enumerate(sizes):
+            owner %= world
+            full = content(index, numel, owner).to(dtype)
+            gathered.append((full, Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))))
+            total = sum(content(index, numel, other) for other in range(world))
+            reduced.append((total.to(dtype), Piece(owner, content(index, numel, rank).to(dtype))))  # type: ignore[union-attr]
+        works += list(transport.unshard([piece for _, piece in gathered]))
+        works += list(transport.reduce([piece for _, piece in reduced]))
+        for work in works:
+            work.wait()
+        for full, piece in gathered:
+            assert torch.equal(piece.tensor, full), (name, piece.owner)
+        for total, piece in reduced:
+            if piece.owner == rank:
+                assert torch.equal(piece.tensor, total), (name, piece.owner)
+    transport.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_moves_every_piece(name: str, sizes: str, world_size: int) -> None:
+    run_distributed(move, world_size, name, SIZES[sizes], torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_moves_bfloat16(name: str) -> None:
+    run_distributed(move, 3, name, SIZES["uneven, an owner twice"], torch.bfloat16)
+
+
+def reduce_irrational(name: str) -> torch.Tensor:
+    transport = TRANSPORTS[name](dist.new_group())
+    torch.manual_seed(dist.get_rank())
+    tensors = [torch.randn(5000) for _ in range(dist.get_world_size())]
+    for work in transport.reduce([Piece(owner, tensor) for owner, tensor in enumerate(tensors)]):
+        work.wait()
+    transport.close()
+    return tensors[dist.get_rank()]
+
+
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_sums_are_the_same_bits_in_two_runs(name: str) -> None:
+    first, second = (run_distributed(reduce_irrational, 4, name) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def die_in_the_middle(name: str) -> None:
+    transport = TRANSPORTS[name](dist.new_group())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise SystemExit("gone")
+    for work in transport.unshard([Piece(1, torch.zeros(1000))]):
+        work.wait()
+
+
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_a_dead_rank_raises_where_its_data_is_awaited(name: str) -> None:
+    messages = run_distributed(die_in_the_middle, 3, name, timeout=20, expect_failure=True)
+    for rank in (0, 2):
+        assert "RuntimeError" in messages[rank], messages[rank]
