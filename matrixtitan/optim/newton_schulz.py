@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BLOCKED_TABLE
+from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, FORMS
 
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
@@ -137,8 +138,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
 
 def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
-    """`orthogonalize` of one tensor whose last two dims are the matrix; leading dims, if any, are one batch."""
-    x = matrix.to(settings.compute_dtype(matrix.device), copy=True)
+    """`orthogonalize` of one matrix (R, C), or of all slices of a stack (E, R, C) as one batch."""
+    x = matrix.to(settings.compute_dtype(matrix.device))
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
@@ -146,38 +147,47 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
         x = _standard_separate(x, settings)
     else:
         x = _normalize(x, settings)
-        plan = choose_form(x, settings.form)
-        iterate = _gram if plan.form == "gram" else _standard
-        x = iterate(x, settings.coefficients, plan.blocks)
+        choice = choose_form(x, settings.form)
+        iterate = _gram if choice.form == "gram" else _standard
+        x = iterate(x, settings.coefficients, choice)
     return x.mT if tall else x
 
 
 class FormChoice(NamedTuple):
-    """The form of the iteration, and into how many row blocks a symmetric product is cut (1: computed whole)."""
+    """The form of the iteration, and how often a symmetric product is halved (see `symmetric_product`).
+
+    `wide_depth` is for X X^T, whose inner dim is the long side, `depth` for products of (R, R) matrices.
+    """
 
     form: Literal["standard", "gram"]
-    blocks: int
+    wide_depth: int
+    depth: int
+
+
+@lru_cache(maxsize=1024)
+def _table_entry(rows: int, cols: int) -> FormChoice:
+    """The table's entry for the largest measured size and ratio not above those of (rows, cols), rows <= cols."""
+    by_ratio = FORMS[max((size for size in FORMS if size <= rows), default=min(FORMS))]
+    ratio = cols / max(rows, 1)
+    form, wide_depth, depth = by_ratio[max((key for key in by_ratio if key <= ratio), default=min(by_ratio))]
+    halvings = (rows & -rows).bit_length() - 1  # how often rows can be halved
+    return FormChoice(form, min(wide_depth, halvings), min(depth, halvings))
 
 
 def choose_form(x: Tensor, form: Form) -> FormChoice:
-    """What to do with x (..., R, C), R <= C: from the measured table on the CPU, by FLOPs elsewhere.
+    """What to do with x (..., R, C), R <= C: from the measured table for float32 on the CPU, by FLOPs elsewhere.
 
-    With whole products a step costs (2 C/R + 1) units of 2 R^3 in the standard form; the Gram form costs 14 + 4 C/R
-    for five steps, so it wins from C/R of 1.5.
+    In units of 2 R^3, five steps take 5 (2 C/R + 1) in the standard form and 14 + 4 C/R in the Gram form, which
+    therefore wins from C/R of 1.5.
     """
     rows, cols = x.shape[-2:]
-    ratio = cols / max(rows, 1)
-    choice = FormChoice("gram" if ratio > 1.5 else "standard", 1)
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        choice = FormChoice(*_look_up(rows, ratio, x.ndim > 2))
-    return choice if form == "auto" else FormChoice(form, choice.blocks)
-
-
-def _look_up(rows: int, ratio: float, batched: bool) -> tuple[Literal["standard", "gram"], int]:
-    """The table's entry for the largest measured size and ratio not above the given ones."""
-    by_ratio = BLOCKED_TABLE[max((size for size in BLOCKED_TABLE if size <= rows), default=min(BLOCKED_TABLE))]
-    form, blocks = by_ratio[max((r for r in by_ratio if r <= ratio), default=min(by_ratio))]
-    return form, 1 if batched else blocks
+        choice = _table_entry(rows, cols)
+        if x.ndim > 2:
+            choice = FormChoice(choice.form, 0, 0)
+    else:
+        choice = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0)
+    return choice if form == "auto" else choice._replace(form=form)
 
 
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
@@ -209,26 +219,38 @@ def _batch_pays(matrix: Tensor) -> bool:
 
 
 def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
-    """x in place over its Frobenius norm, which bounds the spectral norm by 1."""
-    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    """x over its Frobenius norm, which bounds the spectral norm by 1."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     if settings.norm_margin != 1.0:
         norm = norm * settings.norm_margin
-    return x.div_(norm.clamp(min=settings.eps))
+    return x / norm.clamp(min=settings.eps)
 
 
-def _standard(x: Tensor, coefficients: Sequence[Triple], blocks: int) -> Tensor:
+def _standard(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
+    if choice.wide_depth == choice.depth == 0:
+        return _standard_whole(x, coefficients)
     gram = x.new_empty(*x.shape[:-1], x.size(-2))
     update = torch.empty_like(gram)
     spare = torch.empty_like(x)
     for a, b, c in coefficients:
-        symmetric_product(x, x.mT, out=gram, blocks=blocks)
-        symmetric_product(gram, gram, out=update, blocks=blocks, add=gram, beta=b, alpha=c)
-        _add_product(x, update, x, beta=a, alpha=1.0, out=spare)
+        symmetric_product(x, x.mT, out=gram, depth=choice.wide_depth)
+        symmetric_product(gram, gram, out=update, depth=choice.depth, add=gram, beta=b, alpha=c)
+        _product(update, x, spare, x, a, 1.0)
         x, spare = spare, x
     return x
 
 
-def _gram(x: Tensor, coefficients: Sequence[Triple], blocks: int) -> Tensor:
+def _standard_whole(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
+    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        update = addmm(gram, gram, gram, beta=b, alpha=c)
+        x = addmm(x, update, x, beta=a)
+    return x
+
+
+def _gram(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
     """Iterate on the Gram matrix G = X X^T (R, R) alone, collect the polynomial Q, and apply it: X = Q X.
 
     Every factor is a polynomial in G, so all of them commute and every product is symmetric. With Z = b G + c G^2 a
@@ -237,18 +259,18 @@ def _gram(x: Tensor, coefficients: Sequence[Triple], blocks: int) -> Tensor:
     gram = x.new_empty(*x.shape[:-1], x.size(-2))
     poly, z, spare = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(gram)
     for chunk in _chunks(coefficients):
-        symmetric_product(x, x.mT, out=gram, blocks=blocks)
+        symmetric_product(x, x.mT, out=gram, depth=choice.wide_depth)
         for i, (a, b, c) in enumerate(chunk):
-            symmetric_product(gram, gram, out=z, blocks=blocks, add=gram, beta=b, alpha=c)
+            symmetric_product(gram, gram, out=z, depth=choice.depth, add=gram, beta=b, alpha=c)
             if i == 0:
                 poly.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
             else:
-                symmetric_product(poly, z, out=spare, blocks=blocks, add=poly, beta=a)
+                symmetric_product(poly, z, out=spare, depth=choice.depth, add=poly, beta=a)
                 poly, spare = spare, poly
             if i + 1 < len(chunk):
-                symmetric_product(gram, z, out=spare, blocks=blocks, add=gram, beta=a)
-                symmetric_product(spare, z, out=gram, blocks=blocks, add=spare, beta=a)
-        x = torch.matmul(poly, x, out=torch.empty_like(x))
+                symmetric_product(gram, z, out=spare, depth=choice.depth, add=gram, beta=a)
+                symmetric_product(spare, z, out=gram, depth=choice.depth, add=spare, beta=a)
+        x = _product(poly, x, torch.empty_like(x), None, 1.0, 1.0)
     return x
 
 
@@ -265,35 +287,64 @@ def symmetric_product(
     right: Tensor,
     *,
     out: Tensor,
-    blocks: int,
+    depth: int,
     add: Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> Tensor:
     """out = beta add + alpha left @ right, (..., R, R), where the caller knows that the result is symmetric.
 
-    With `blocks` > 1 only the block rows up to the diagonal are multiplied, (blocks + 1) / (2 blocks) of the FLOPs,
-    and the rest is mirrored. `out` must be none of the operands.
+    With `depth` d > 0 the square is halved d times: of each diagonal square only the lower left quarter is multiplied
+    and mirrored, down to diagonal squares of R / 2^d, which are multiplied whole. That is (1 + 2^-d) / 2 of the FLOPs
+    in d + 1 batched products, and needs matrices (not batches) whose R is divisible by 2^d. `out` must be none of
+    the operands.
     """
-    size = left.size(-2)
-    bounds = [size * i // blocks for i in range(blocks + 1)]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        strip, rows, columns = out[..., start:stop, :stop], left[..., start:stop, :], right[..., :, :stop]
-        if add is None:
-            torch.matmul(rows, columns, out=strip)
-        else:
-            _add_product(add[..., start:stop, :stop], rows, columns, beta=beta, alpha=alpha, out=strip)
-        if start:
-            out[..., :start, start:stop].copy_(out[..., start:stop, :start].mT)
+    if depth == 0:
+        return _product(left, right, out, add, beta, alpha)
+    rows = left.size(0)
+    for level in range(1, depth + 1):
+        half, count = rows >> level, 1 << (level - 1)
+        strips = _Strips(count, half, 2 * half)
+        quarter = strips.squares(out, half, 0)
+        added = None if add is None else strips.squares(add, half, 0)
+        _product(strips.rows(left, half), strips.rows(right.mT, 0).mT, quarter, added, beta, alpha)
+        strips.squares(out, 0, half).copy_(quarter.mT)
+    leaf = rows >> depth
+    strips = _Strips(1 << depth, leaf, leaf)
+    added = None if add is None else strips.squares(add, 0, 0)
+    _product(strips.rows(left, 0), strips.rows(right.mT, 0).mT, strips.squares(out, 0, 0), added, beta, alpha)
     return out
 
 
-def _add_product(add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
+class _Strips(NamedTuple):
+    """`count` runs of `size` rows, `step` rows apart, as one strided batch: views, so that nothing is copied."""
+
+    count: int
+    size: int
+    step: int
+
+    def rows(self, matrix: Tensor, first: int) -> Tensor:
+        """(count, size, columns): the runs from row `first` on, whole rows."""
+        down, right = matrix.stride()
+        shape, strides = (self.count, self.size, matrix.size(1)), (self.step * down, down, right)
+        return matrix.as_strided(shape, strides, matrix.storage_offset() + first * down)
+
+    def squares(self, matrix: Tensor, row: int, column: int) -> Tensor:
+        """(count, size, size): squares that start at (row, column) and go down parallel to the diagonal."""
+        down, right = matrix.stride()
+        shape, strides = (self.count, self.size, self.size), (self.step * (down + right), down, right)
+        return matrix.as_strided(shape, strides, matrix.storage_offset() + row * down + column * right)
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
     """out = beta add + alpha left @ right, for matrices or batches of them."""
     if left.ndim == 2:
-        torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
-    else:
-        torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+        if add is None:
+            return torch.mm(left, right, out=out)
+        return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
+    if add is None:
+        return torch.bmm(left, right, out=out)
+    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _standard_separate(x: Tensor, settings: NewtonSchulz) -> Tensor:

@@ -1,0 +1,172 @@
+"""Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
+
+    python tools/ns_table.py --write       measure and rewrite matrixtitan/optim/newton_schulz_table.py
+    python tools/ns_table.py --report      our time against the plain iteration's, one thread, float32
+
+Runs read the table and never measure: two runs of one config do the same arithmetic. Candidates are timed in
+alternation and compared by medians, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from matrixtitan.optim import newton_schulz as ns
+
+TABLE = Path(ns.__file__).with_name("newton_schulz_table.py")
+SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
+RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)
+DEPTHS = (0, 1, 2, 3, 4)
+BATCH_SIZES = (16, 32, 64, 128, 256)
+REPORT_SHAPES = (
+    *((size, size) for size in (64, 128, 256, 512, 768)),
+    *((64, 192), (128, 384), (128, 512), (256, 768), (256, 1024), (512, 1536), (512, 2048), (768, 2304), (2048, 512)),
+)
+MARGIN = 1.03
+"""A form other than the standard one must be so much faster: nothing is changed for noise."""
+
+HEAD = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
+
+from typing import Literal
+
+FormEntry = tuple[Literal["standard", "gram"], int, int]
+
+'''
+
+
+def alternating_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median seconds of each candidate, called in turn for about `seconds` in all (5 rounds at least)."""
+    for candidate in candidates:
+        candidate()
+    times: list[list[float]] = [[] for _ in candidates]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 5 or time.perf_counter() < end:
+        for candidate, record in zip(candidates, times, strict=True):
+            start = time.perf_counter()
+            candidate()
+            record.append(time.perf_counter() - start)
+    return [median(record) for record in times]
+
+
+def plain(matrix: Tensor) -> Tensor:
+    """torch.optim.Muon's iteration, as it is written there, in float32."""
+    a, b, c = ns.QUINTIC
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.mT if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, update, x, beta=a)
+    return x.mT if tall else x
+
+
+def best_depth(left: Tensor, right: Tensor, add: Tensor | None, seconds: float) -> int:
+    """The fastest number of halvings of one symmetric product."""
+    out = left.new_empty(left.size(0), left.size(0))
+    depths = [depth for depth in DEPTHS if left.size(0) % (1 << depth) == 0 and left.size(0) >> depth >= 8]
+
+    def candidate(depth: int) -> Callable[[], object]:
+        return lambda: ns.symmetric_product(left, right, out=out, depth=depth, add=add)
+
+    times = alternating_medians([candidate(depth) for depth in depths], seconds)
+    return depths[times.index(min(times))]
+
+
+def best_form(rows: int, ratio: float, seconds: float) -> ns.FormChoice:
+    """The fastest form of the whole iteration for (rows, rows * ratio), each with its best depths."""
+    x = torch.randn(rows, round(rows * ratio))
+    x /= x.norm()
+    gram = x @ x.mT
+    wide, square = best_depth(x, x.mT, None, seconds), best_depth(gram, gram, gram, seconds)
+    coefficients = (ns.QUINTIC,) * 5
+    standard, gram_form = ns.FormChoice("standard", wide, square), ns.FormChoice("gram", wide, square)
+    times = alternating_medians(
+        [lambda: ns._standard(x, coefficients, standard), lambda: ns._gram(x, coefficients, gram_form)], seconds
+    )
+    return gram_form if times[1] * MARGIN < times[0] else standard
+
+
+def batch_limit(seconds: float) -> int:
+    """The largest size up to which 8 matrices are faster as one batch, for square and for 1:3 matrices."""
+    limit = 0
+    for rows in BATCH_SIZES:
+        for ratio in (1, 3):
+            matrices = [torch.randn(rows, rows * ratio) for _ in range(8)]
+            alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
+            stack = torch.stack(matrices)
+            one_by_one, batched = alternating_medians(
+                [
+                    lambda alone=alone, matrices=matrices: ns.orthogonalize(matrices, alone),
+                    lambda together=together, stack=stack: ns.orthogonalize_one(stack, together),
+                ],
+                seconds,
+            )
+            if batched * MARGIN > one_by_one:
+                return limit
+        limit = rows
+    return limit
+
+
+def write_table(seconds: float) -> None:
+    """Measure everything and write the module."""
+    lines = [HEAD, "FORMS: dict[int, dict[float, FormEntry]] = {\n"]
+    for rows in SIZES:
+        entries = []
+        for ratio in RATIOS:
+            choice = best_form(rows, ratio, seconds)
+            print(rows, ratio, choice, flush=True)
+            entries.append(f'{ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth})')
+        lines.append(f"    {rows}: {{\n" + "".join(f"        {entry},\n" for entry in entries) + "    },\n")
+    lines.append("}\n")
+    lines.append('"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for\n')
+    lines.append('float32 on the CPU; measured with one thread."""\n\n')
+    lines.append(f'BATCH_LIMIT: dict[str, int] = {{"cpu": {batch_limit(seconds)}, "cuda": 2048}}\n')
+    lines.append('"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""\n')
+    TABLE.write_text("".join(lines))
+
+
+def report(seconds: float) -> None:
+    """Print our speed over the plain iteration's, and both forms' errors, for a list of shapes."""
+    print("| shape | form | plain ms | ours ms | ratio | difference from float64 plain / ours |\n|---|---|---|---|---|---|")
+    settings = ns.make_newton_schulz()
+    for shape in REPORT_SHAPES:
+        matrix = torch.randn(shape)
+        wide = matrix if shape[0] <= shape[1] else matrix.mT
+        before, after = alternating_medians(
+            [lambda: plain(matrix), lambda: ns.orthogonalize([matrix], settings)], seconds
+        )
+        exact = plain(matrix.double())
+        errors = [(x.double() - exact).abs().max().item() for x in (plain(matrix), ns.orthogonalize([matrix], settings)[0])]
+        print(
+            f"| {shape[0]}x{shape[1]} | {ns.choose_form(wide, 'auto').form} | {before * 1e3:.3f} | {after * 1e3:.3f} "
+            f"| {before / after:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="measure and rewrite the table")
+    parser.add_argument("--report", action="store_true", help="compare with the plain iteration")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for each comparison (default 1)")
+    arguments = parser.parse_args()
+    if not (arguments.write or arguments.report):
+        parser.error("give --write or --report")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if arguments.write:
+        write_table(arguments.seconds)
+    if arguments.report:
+        report(arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()
