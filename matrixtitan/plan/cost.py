@@ -46,11 +46,16 @@ GLOO_WORKERS = 2
 """Threads of PyTorch's gloo process group: so many of its collectives run at a time."""
 
 
+FACTOR_BYTES = 4
+"""Shampoo and SOAP keep all of their state in float32, whatever the parameters are stored in."""
+
+
 @dataclass(frozen=True)
 class CostSettings:
     """What bytes and FLOPs depend on beside shapes. Bytes are per element, as stored on the owner.
 
-    `max_precond_dim`: Shampoo and SOAP leave a side longer than this without a factor; None preconditions every side.
+    `state_bytes`: of Muon's momentum and AdamW's moments. `max_precond_dim`: SOAP leaves a longer
+    side without a factor, Shampoo cuts it into blocks of that length; None takes every side whole.
     `precondition_frequency` spreads the cubic refreshes over the steps between them.
     """
 
@@ -67,6 +72,10 @@ class CostSettings:
         if self.matrix_optimizer not in ("muon", "shampoo", "soap", "adamw"):
             raise ValueError(
                 f"matrix_optimizer {self.matrix_optimizer!r} is unknown: muon, shampoo, soap or adamw"
+            )
+        if self.max_precond_dim is not None and self.max_precond_dim < 1:
+            raise ValueError(
+                f"max_precond_dim {self.max_precond_dim} is below 1; None preconditions every side"
             )
         if min(self.param_bytes, self.ns_steps, self.precondition_frequency) < 1:
             raise ValueError(
@@ -110,38 +119,49 @@ def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
     return param.block_rows * prod(param.shape[1:-2]), param.shape[-2], param.shape[-1]
 
 
-def _sides(rows: int, cols: int, settings: CostSettings) -> list[int]:
-    """The sides that Shampoo and SOAP keep a factor for."""
-    limit = settings.max_precond_dim
-    return [side for side in (rows, cols) if limit is None or side <= limit]
+class _Factors(NamedTuple):
+    """Sums over the preconditioners of one matrix."""
+
+    squares: int  # elements of the factors
+    cubes: int  # n^3 over the factors
+    product: int  # FLOPs of multiplying the matrix by each factor once
+
+
+def _factors(rows: int, cols: int, settings: CostSettings) -> _Factors:
+    limit = settings.max_precond_dim or max(rows, cols, 1)
+    if settings.matrix_optimizer == "shampoo":
+        tiles = [(r, c) for r in _chunks(rows, limit) for c in _chunks(cols, limit)]
+    else:
+        tiles = [(rows, cols)]
+    sides = [(side, r * c) for r, c in tiles for side in (r, c) if side <= limit]
+    return _Factors(
+        sum(side**2 for side, _ in sides),
+        sum(side**3 for side, _ in sides),
+        sum(2 * numel * side for side, numel in sides),
+    )
+
+
+def _chunks(length: int, limit: int) -> list[int]:
+    """`length` cut into pieces of `limit` and a rest."""
+    return [min(limit, length - start) for start in range(0, length, limit)]
 
 
 def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, int]:
-    """Elements of each state tensor of one (R, C) matrix, by name; step counters are not counted.
+    """Elements of the state of one (R, C) matrix, by name; step counters are not counted.
 
-    Muon: momentum. AdamW: both moments. Shampoo: factors and inverse roots (R^2 and C^2 each), the averaged gradient
-    and the grafted Adam's second moment. SOAP: factors and eigenbases, both moments.
+    Muon: momentum. AdamW: both moments. Shampoo: factors and inverse roots (R^2 and C^2 each), the
+    averaged gradient, the grafted Adam's second moment. SOAP: factors and eigenbases, both moments.
     """
-    square = sum(side * side for side in _sides(rows, cols, settings))
+    numel, square = rows * cols, _factors(rows, cols, settings).squares
     match settings.matrix_optimizer:
         case "muon":
-            return {"momentum_buffer": rows * cols}
+            return {"momentum_buffer": numel}
         case "adamw":
-            return {"exp_avg": rows * cols, "exp_avg_sq": rows * cols}
+            return {"exp_avg": numel, "exp_avg_sq": numel}
         case "shampoo":
-            return {
-                "factors": square,
-                "inverse_roots": square,
-                "exp_avg": rows * cols,
-                "graft_exp_avg_sq": rows * cols,
-            }
+            return {"factors": square, "roots": square, "exp_avg": numel, "graft_avg_sq": numel}
         case "soap":
-            return {
-                "factors": square,
-                "eigenbases": square,
-                "exp_avg": rows * cols,
-                "exp_avg_sq": rows * cols,
-            }
+            return {"factors": square, "bases": square, "exp_avg": numel, "exp_avg_sq": numel}
 
 
 def newton_schulz_flops(
@@ -162,32 +182,26 @@ def newton_schulz_flops(
 
 
 def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
-    """FLOPs of one step of the matrix optimizer on one (R, C) matrix, refreshes averaged over their period.
+    """FLOPs of one step of the matrix optimizer on one (R, C) matrix, refreshes spread over steps.
 
-    Shampoo: two factor updates, two root products, and per refresh an eigendecomposition and a product for each side.
-    SOAP: factor updates, three changes of basis (gradient, moment, update), and per refresh a power iteration, a QR
-    (8/3 n^3), the sorting diagonal and the moment's way to the new basis.
+    Shampoo: factor updates, products with the roots, and per refresh an eigendecomposition and a
+    product for each factor. SOAP: factor updates, three changes of basis (gradient, moment, update),
+    and per refresh a power iteration, its sorting diagonal, a QR (8/3 n^3), the moment's new basis.
     """
-    sides = _sides(rows, cols, settings)
-    passes = sum(
-        2 * rows * cols * side for side in sides
-    )  # one product from each preconditioned side
-    cubes = sum(side**3 for side in sides)
+    elementwise = ADAMW_FLOPS * rows * cols
+    factors = _factors(rows, cols, settings)
     match settings.matrix_optimizer:
         case "muon":
             return newton_schulz_flops(rows, cols, settings.ns_steps, settings.ns_form)
         case "adamw":
-            return ADAMW_FLOPS * rows * cols
+            return elementwise
         case "shampoo":
-            refresh = (EIGH_FLOPS + 2) * cubes
-            return (
-                2 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
-            )
+            refresh = (EIGH_FLOPS + 2) * factors.cubes
+            step = 2 * factors.product
         case "soap":
-            refresh = (4 * cubes + 8 * cubes // 3) + 2 * passes
-            return (
-                4 * passes + ADAMW_FLOPS * rows * cols + refresh // settings.precondition_frequency
-            )
+            refresh = 4 * factors.cubes + 8 * factors.cubes // 3 + 2 * factors.product
+            step = 4 * factors.product
+    return elementwise + step + refresh // settings.precondition_frequency
 
 
 def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
@@ -197,18 +211,15 @@ def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
     if not param.trainable:
         return BlockCost(param.block_rows, numel, ResidentBytes(parameters, 0, 0), 0)
     if param.role == "tail":
-        state, flops = 2 * numel, ADAMW_FLOPS * numel
+        state, flops = 2 * numel * settings.state_bytes, ADAMW_FLOPS * numel
     else:
         count, rows, cols = matrices_in_block(param)
-        state = count * sum(state_elements(rows, cols, settings).values())
+        elements = count * sum(state_elements(rows, cols, settings).values())
+        in_factors = settings.matrix_optimizer in ("shampoo", "soap")
+        state = elements * (FACTOR_BYTES if in_factors else settings.state_bytes)
         flops = count * optimizer_flops(rows, cols, settings)
-    gradients = numel * settings.grad_bytes
-    return BlockCost(
-        param.block_rows,
-        numel,
-        ResidentBytes(parameters, gradients, state * settings.state_bytes),
-        flops,
-    )
+    resident = ResidentBytes(parameters, numel * settings.grad_bytes, state)
+    return BlockCost(param.block_rows, numel, resident, flops)
 
 
 def segment_bytes(param: Parameter, rows: int, settings: CostSettings) -> ResidentBytes:

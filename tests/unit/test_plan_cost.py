@@ -57,6 +57,28 @@ def test_a_side_over_the_limit_has_no_factor() -> None:
     assert optimizer_flops(6, 10, settings) < optimizer_flops(6, 10, CostSettings("soap"))
 
 
+def test_shampoo_cuts_long_sides_into_blocks() -> None:
+    """(6, 10) in blocks of 4: rows 4 + 2, columns 4 + 4 + 2, each tile with its own two factors."""
+    settings = CostSettings(matrix_optimizer="shampoo", max_precond_dim=4)
+    factors = 3 * (4**2 + 2**2) + 2 * (4**2 + 4**2 + 2**2)
+    assert state_elements(6, 10, settings) == {
+        "factors": factors,
+        "roots": factors,
+        "exp_avg": 60,
+        "graft_avg_sq": 60,
+    }
+    assert optimizer_flops(6, 10, settings) < optimizer_flops(6, 10, CostSettings("shampoo"))
+
+
+@pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
+def test_factors_are_float32_whatever_is_stored(optimizer: str) -> None:
+    stored = {"param_bytes": 2, "grad_bytes": 2, "state_bytes": 2}
+    half = CostSettings(optimizer, **stored)  # type: ignore[arg-type]
+    full = CostSettings(optimizer)  # type: ignore[arg-type]
+    state = block_cost(_spec((6, 10), 6), full).resident.optimizer_state
+    assert block_cost(_spec((6, 10), 6), half).resident == (120, 120, state)
+
+
 def test_tail_and_frozen_parameters() -> None:
     settings = CostSettings(param_bytes=2, grad_bytes=2)
     assert block_cost(_spec((10, 3), 1, "tail"), settings).resident == (6, 6, 24)
