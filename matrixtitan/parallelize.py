@@ -128,6 +128,7 @@ def _fsdp2(
         dtype=dtype_of(config.training.dtype),
         **_precision(config),
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        reduce_each_microbatch=parallelism.reduce_each_microbatch,
         transports=parallelism.fsdp2_transports,
         matrix_exchange=config.optimizer.matrix_exchange,
         prefetch=parallelism.prefetch,

@@ -47,9 +47,12 @@ class LlamaFlavor:
 
 
 # 1B is Llama 3.2's; 8B, 70B and 405B are Llama 3.1's; 32B has the proportions of its public
-# namesakes; 150M counts a vocabulary of about 50k; debug is for a laptop's cores.
+# namesakes; 150M counts a vocabulary of about 50k; debug is for a laptop's cores;
+# bench and netlab are what tools/bench.py measures on one machine and on emulated hosts.
 LLAMA3_FLAVORS: dict[str, LlamaFlavor] = {
     "debug": LlamaFlavor(128, 4, 4, 2, 384),
+    "bench": LlamaFlavor(256, 6, 4, 4, 704),
+    "netlab": LlamaFlavor(96, 6, 4, 4, 256),
     "150M": LlamaFlavor(768, 12, 12, 4, 2048),
     "1B": LlamaFlavor(
         2048, 16, 32, 8, 8192, tie_embeddings=True, rope_scaling=RopeScaling(factor=32.0)

@@ -36,7 +36,8 @@ class FSDP2(DataParallel):
     `model` is on the meta device; `units` are its module names, gathered together, in forward order.
     "default" keeps the last unit gathered between forward and backward, as ours does. `transports` "tuned" replaces
     gloo's collectives in forward and backward, "stock" leaves them, "auto" tunes on gloo only. `prefetch` is how
-    many units are gathered ahead in forward. ValueError for anything unknown.
+    many units are gathered ahead in forward. With `reduce_each_microbatch` every backward reduces, so that full
+    gradients of one unit only are alive. ValueError for anything unknown.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class FSDP2(DataParallel):
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: ReshardAfterForward = "default",
+        reduce_each_microbatch: bool = True,
         transports: Transports = "auto",
         matrix_exchange: Exchange = "all_to_all",
         prefetch: int = 1,
@@ -63,7 +65,7 @@ class FSDP2(DataParallel):
         self.shard_group = self.shard_mesh.get_group()
         self._specs = {spec.fqn: spec for spec in specs}
         self._device = device
-        self._dtype = dtype
+        self._reduce_each_microbatch = reduce_each_microbatch
         self.tuned = transports == "tuned" or (transports == "auto" and self.shard_group.name() == "gloo")
         if self.tuned and self.shard_group.name() != "gloo":
             raise ValueError(
@@ -112,7 +114,7 @@ class FSDP2(DataParallel):
                     init_rows(param.fqn, param.full_shape, param.start, rows)
 
     def set_reduce_gradients(self, reduce: bool) -> None:
-        self._root.set_requires_gradient_sync(reduce)
+        self._root.set_requires_gradient_sync(reduce or self._reduce_each_microbatch)
 
     def local_parameters(self) -> list[LocalParam]:
         """DTensors of the full shapes; `start` is this rank's first row."""
