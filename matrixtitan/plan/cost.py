@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import Literal, NamedTuple
 
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan
@@ -253,13 +253,17 @@ def rank_flops(plan: Plan, settings: CostSettings) -> list[int]:
     return flops
 
 
-def unit_shares(plan: Plan, element_bytes: int) -> dict[str, list[int]]:
-    """Bytes of each unit that each rank holds (s_r), units in order of first appearance."""
+def unit_shares(plan: Plan, element_bytes: int, *, gradients: bool = False) -> dict[str, list[int]]:
+    """Bytes of each unit that each rank holds (s_r), units in order of first appearance.
+
+    `gradients`: those of its gradients, which frozen parameters have none of.
+    """
     shares: dict[str, list[int]] = {}
     for shard in plan.shards:
         unit = shares.setdefault(shard.unit, [0] * plan.world_size)
         for segment in shard.segments:
-            unit[segment.rank] += segment.rows * shard.row_numel * element_bytes
+            if shard.trainable or not gradients:
+                unit[segment.rank] += segment.rows * shard.row_numel * element_bytes
     return shares
 
 
@@ -315,23 +319,26 @@ def transport_seconds(
     *,
     backend: str = "nccl",
     ranks_per_host: int = 1,
+    local_bytes_per_second: float = inf,
     message_seconds: float = 0.0,
 ) -> float:
-    """Predicted time of one unshard, or of the reduction that mirrors it, over one link a host.
+    """Predicted time of one unshard, or of the reduction that mirrors it.
 
-    `message_seconds` is the latency of a message. Links inside a host are taken as free, so that a
-    single host costs latency alone. `grouped` on gloo is `tree_bytes` long.
+    Each host has one link to the network, each rank one to its neighbours in the host, by default
+    taken as free; the slower of the two counts. `message_seconds` is the latency of a message.
+    `grouped` on gloo is `tree_bytes` long.
     """
     world_size = len(shares)
     if world_size == 1:
         return 0.0
     owners = sum(1 for share in shares if share)
     messages = owners if transport == "grouped" else world_size - 1
-    if transport == "grouped" and backend == "gloo" and world_size > ranks_per_host:
-        link = tree_bytes(shares)
-    else:
-        link = transport_bytes(transport, shares, ranks_per_host).link
-    return link / link_bytes_per_second + messages * message_seconds
+    sent = transport_bytes(transport, shares, ranks_per_host)
+    if transport == "grouped" and backend == "gloo":
+        tree = tree_bytes(shares)
+        sent = LinkBytes(tree, tree if sent.link else 0)
+    slowest = max(sent.link / link_bytes_per_second, sent.rank / local_bytes_per_second)
+    return slowest + messages * message_seconds
 
 
 def tree_bytes(shares: Sequence[int]) -> int:
@@ -388,16 +395,24 @@ class StepBytes(NamedTuple):
     optimizer: int
 
 
-def unit_sizes(specs: Iterable[Parameter], gathered_once: Iterable[str] = ()) -> list[UnitSize]:
-    """Sizes of the units in order of first appearance; units named in `gathered_once` are gathered in forward alone."""
+def unit_sizes(
+    params: Iterable[Parameter], gathered_once: Iterable[str] = (), row_multiple: int = 1
+) -> list[UnitSize]:
+    """Sizes of the units in order of first appearance.
+
+    Units named in `gathered_once` are gathered in forward alone. Rows are padded to `row_multiple`,
+    as FSDP2 does for its N equal shards.
+    """
     once = set(gathered_once)
     sizes: dict[str, UnitSize] = {}
-    for spec in specs:
-        size = sizes.setdefault(spec.unit, UnitSize(0, 0, 0, 1 if spec.unit in once else 2))
-        trainable = spec.numel if spec.trainable else 0
-        matrix = trainable if spec.role == "matrix" else 0
-        sizes[spec.unit] = UnitSize(
-            size.numel + spec.numel, size.trainable + trainable, size.matrix + matrix, size.gathers
+    for param in params:
+        size = sizes.setdefault(param.unit, UnitSize(0, 0, 0, 1 if param.unit in once else 2))
+        padded = ceil(param.shape[0] / row_multiple) * row_multiple * prod(param.shape[1:])
+        sizes[param.unit] = UnitSize(
+            size.numel + padded,
+            size.trainable + padded * param.trainable,
+            size.matrix + padded * (param.trainable and param.role == "matrix"),
+            size.gathers,
         )
     return list(sizes.values())
 
@@ -410,13 +425,15 @@ def strategy_bytes(
     param_bytes: int,
     grad_bytes: int,
     update_bytes: int = 4,
+    stored_bytes: int = 4,
     microbatches: int = 1,
 ) -> StepBytes:
-    """Bytes sent per rank per step with c = (N - 1) / N; bytes are those on the wire: b, g and u of an element.
+    """Bytes sent per rank per step; c = (N - 1) / N, and an element has b (computed), g (reduced),
+    u (update) or s (stored) bytes on the wire.
 
-    Sharded strategies: c ((1 + resharded) b + g) a microbatch; replicated ones all-reduce gradients once a step
-    (2 c g). Optimizer step, P trainable matrix elements: gather_each and gather_once c P u, all_to_all 2 c (P / N) u,
-    zero1_owner c P b, ours and ddp 0.
+    Sharded strategies: c ((1 + resharded) b + g) a microbatch; replicated ones all-reduce their
+    gradients once a step, 2 c g. Optimizer step, P trainable matrix elements: gather_each and
+    gather_once c P u, all_to_all 2 c (P / N) u, zero1_owner c P s, ours and ddp 0.
     """
     share = (world_size - 1) / world_size
     gathered = sum(unit.numel * unit.gathers for unit in units) * param_bytes
@@ -429,7 +446,7 @@ def strategy_bytes(
         "fsdp2_gather_each": share * matrix * update_bytes,
         "fsdp2_gather_once": share * matrix * update_bytes,
         "fsdp2_all_to_all": 2 * share * matrix / world_size * update_bytes,
-        "zero1_owner": share * matrix * param_bytes,
+        "zero1_owner": share * matrix * stored_bytes,
         "ddp": 0.0,
     }[strategy]
     return StepBytes(round(share * sent), round(optimizer))

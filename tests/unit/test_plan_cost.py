@@ -165,7 +165,9 @@ def test_links_of_hosts_with_several_ranks() -> None:
     assert transport_bytes("star", shares, ranks_per_host=4) == (24, 0)
     assert transport_bytes("star", [5]) == (0, 0)
     assert transport_seconds("ring", [5], 1.0, message_seconds=1.0) == 0.0
-    assert transport_seconds("ring", shares, 1.0, ranks_per_host=4, message_seconds=0.5) == 1.5
+    one_host = {"ranks_per_host": 4, "message_seconds": 0.5}
+    assert transport_seconds("ring", shares, 1.0, **one_host) == 1.5
+    assert transport_seconds("ring", shares, 1.0, local_bytes_per_second=8.0, **one_host) == 3.5
 
 
 def test_transport_is_chosen_by_formula_and_backend() -> None:
@@ -184,14 +186,13 @@ def test_strategy_bytes_follow_the_formulas() -> None:
     """Two units, the second kept between forward and backward; 1000 matrix elements, 4 ranks, c = 3/4."""
     units = [UnitSize(800, 700, 600, 2), UnitSize(400, 400, 400, 1)]
     sent = {
-        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4, update_bytes=4)
-        for name in STRATEGIES
+        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4) for name in STRATEGIES
     }
     sharded = 0.75 * ((2 * 800 + 400) * 2 + 1100 * 4)
     assert sent["matrix_fsdp"] == (sharded, 0)
     assert sent["fsdp2_gather_each"] == sent["fsdp2_gather_once"] == (sharded, 0.75 * 1000 * 4)
     assert sent["fsdp2_all_to_all"] == (sharded, 2 * 0.75 * 1000 / 4 * 4)
-    assert sent["zero1_owner"] == (2 * 0.75 * 1100 * 4, 0.75 * 1000 * 2)
+    assert sent["zero1_owner"] == (2 * 0.75 * 1100 * 4, 0.75 * 1000 * 4)
     assert sent["ddp"] == (2 * 0.75 * 1100 * 4, 0)
     two = strategy_bytes("matrix_fsdp", units, 4, param_bytes=2, grad_bytes=4, microbatches=2)
     assert two.forward_backward == 2 * sharded
@@ -204,3 +205,5 @@ def test_unit_sizes() -> None:
         ParamSpec("c", (5, 2), "tail", "v", 1),
     ]
     assert unit_sizes(specs, ["v"]) == [UnitSize(11, 8, 8, 2), UnitSize(10, 10, 0, 1)]
+    padded = unit_sizes(specs, row_multiple=3)
+    assert padded == [UnitSize(15, 12, 12, 2), UnitSize(12, 12, 0, 2)]

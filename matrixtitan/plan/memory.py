@@ -1,0 +1,242 @@
+"""What a rank's memory is filled with under each strategy, term by term, with the dtype of each.
+
+Owns the memory table of `tools/plan.py`. Activations, the allocator's slack and Newton-Schulz's workspace are the same
+under every strategy and not counted. Bytes of one plan come from `cost.py`; `report.py`, next, puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from matrixtitan.plan.cost import (
+    STRATEGIES,
+    CostSettings,
+    ResidentBytes,
+    Strategy,
+    UnitSize,
+    block_cost,
+    rank_bytes,
+    unit_sizes,
+)
+from matrixtitan.plan.shard import ParamSpec, Plan
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Units whose full gradients may be alive at once while backward goes on."""
+
+Phase = Literal["resident", "forward_backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Names of dtypes (for the table) and bytes of an element: stored, computed in, reduced in, update on the wire."""
+
+    stored: str = "float32"
+    compute: str = "bfloat16"
+    reduce: str = "float32"
+    update: str = "bfloat16"
+
+    @staticmethod
+    def bytes_of(dtype: str) -> int:
+        """Bytes of an element; ValueError for a dtype that training does not know."""
+        sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+        if dtype not in sizes:
+            raise ValueError(f"dtype {dtype!r} is unknown: {', '.join(sizes)}")
+        return sizes[dtype]
+
+    @property
+    def compute_bytes(self) -> int:
+        return self.bytes_of(self.compute)
+
+    @property
+    def reduce_bytes(self) -> int:
+        return self.bytes_of(self.reduce)
+
+    @property
+    def update_bytes(self) -> int:
+        return self.bytes_of(self.update)
+
+
+class Term(NamedTuple):
+    """One line of the table; `bytes` on the fullest rank. Transient terms live in one phase only."""
+
+    name: str
+    dtype: str
+    bytes: int
+    phase: Phase
+
+
+def peak(terms: Sequence[Term]) -> int:
+    """Resident bytes and the larger of the two phases' transient ones."""
+    phases = {phase: sum(term.bytes for term in terms if term.phase == phase) for phase in _PHASES}
+    return phases["resident"] + max(phases["forward_backward"], phases["optimizer"])
+
+
+def memory_table(
+    specs: Sequence[ParamSpec],
+    plan: Plan,
+    settings: CostSettings,
+    precision: Precision,
+    *,
+    world_size: int,
+    prefetch: int = 1,
+    keep_all: bool = False,
+) -> dict[Strategy, list[Term]]:
+    """The terms of each strategy; `plan` is ours, over the shard group of a job of `world_size` ranks.
+
+    `keep_all`: no unit is freed between forward and backward.
+    """
+    return {
+        name: [
+            *_resident(name, specs, plan, settings, precision, world_size),
+            *_transient(name, specs, plan.world_size, precision, prefetch, keep_all),
+        ]
+        for name in STRATEGIES
+    }
+
+
+_PHASES: tuple[Phase, ...] = ("resident", "forward_backward", "optimizer")
+
+
+def _resident(
+    strategy: Strategy,
+    specs: Sequence[ParamSpec],
+    plan: Plan,
+    settings: CostSettings,
+    precision: Precision,
+    world_size: int,
+) -> list[Term]:
+    if strategy == "matrix_fsdp":
+        held = max(rank_bytes(plan, settings), key=lambda part: part.total)
+    elif strategy in ("zero1_owner", "ddp"):
+        whole = _sum(specs, settings)
+        held = (
+            whole
+            if strategy == "ddp"
+            else whole._replace(optimizer_state=_owned_state(specs, settings, world_size))
+        )
+    else:
+        held = _sum(specs, settings, shards=plan.world_size)
+    return [
+        Term("parameters", precision.stored, held.parameters, "resident"),
+        Term("gradients", precision.stored, held.gradients, "resident"),
+        Term(
+            f"{settings.matrix_optimizer} and AdamW state",
+            _state_dtype(settings, precision),
+            held.optimizer_state,
+            "resident",
+        ),
+    ]
+
+
+def _transient(
+    strategy: Strategy,
+    specs: Sequence[ParamSpec],
+    shard_ranks: int,
+    precision: Precision,
+    prefetch: int,
+    keep_all: bool,
+) -> list[Term]:
+    if strategy in ("zero1_owner", "ddp"):
+        if precision.compute == precision.stored:
+            return []
+        numel = max(spec.numel for spec in specs) if specs else 0
+        return [
+            Term(
+                "largest weight as cast",
+                precision.compute,
+                numel * precision.compute_bytes,
+                "forward_backward",
+            )
+        ]
+    units = unit_sizes(specs)
+    window = len(units) if keep_all else 1 + prefetch
+    gathered = _largest_window([unit.numel for unit in units], window)
+    reduced = _largest_window([unit.trainable for unit in units], REDUCTIONS_IN_FLIGHT)
+    terms = [
+        Term(
+            f"{window} gathered units",
+            precision.compute,
+            gathered * precision.compute_bytes,
+            "forward_backward",
+        ),
+        Term(
+            f"full gradients of {REDUCTIONS_IN_FLIGHT} units",
+            precision.reduce,
+            reduced * precision.reduce_bytes,
+            "forward_backward",
+        ),
+    ]
+    if strategy == "matrix_fsdp":
+        return terms
+    largest = max((unit.numel for unit in units), default=0)
+    terms.append(
+        Term(
+            "all-gather buffer of a unit",
+            precision.compute,
+            largest * precision.compute_bytes,
+            "forward_backward",
+        )
+    )
+    return [*terms, _exchange_term(strategy, specs, units, shard_ranks, precision)]
+
+
+def _exchange_term(
+    strategy: Strategy,
+    specs: Sequence[ParamSpec],
+    units: Sequence[UnitSize],
+    shard_ranks: int,
+    precision: Precision,
+) -> Term:
+    """What FSDP2 holds of whole matrices while it steps."""
+    matrix = sum(unit.matrix for unit in units)
+    match strategy:
+        case "fsdp2_gather_each":
+            largest = max(
+                (spec.numel for spec in specs if spec.role == "matrix" and spec.trainable),
+                default=0,
+            )
+            name, numel = "one gathered update", largest
+        case "fsdp2_gather_once":
+            name, numel = "all gathered updates", matrix
+        case _:
+            name, numel = "exchanged updates, both ways", 2 * matrix // shard_ranks
+    return Term(name, precision.update, numel * precision.update_bytes, "optimizer")
+
+
+def _sum(specs: Sequence[ParamSpec], settings: CostSettings, shards: int = 1) -> ResidentBytes:
+    """Bytes of all parameters on the fullest of `shards` ranks, each with ceil(R / shards) rows."""
+    parts = [0, 0, 0]
+    for spec in specs:
+        rows = -(-spec.shape[0] // shards)
+        for kind, part in enumerate(block_cost(spec, settings).resident):
+            parts[kind] += part * rows // spec.block_rows
+    return ResidentBytes(*parts)
+
+
+def _owned_state(specs: Sequence[ParamSpec], settings: CostSettings, ranks: int) -> int:
+    """State of zero1_owner's fullest rank: its share of the matrices', but the whole tail's.
+
+    An even share, or the largest matrix where that is more: it cannot be cut.
+    """
+    matrix, largest, tail = 0, 0, 0
+    for spec in specs:
+        state = _sum([spec], settings).optimizer_state
+        if spec.role == "tail":
+            tail += state
+        else:
+            matrix, largest = matrix + state, max(largest, state)
+    return tail + max(-(-matrix // ranks), largest)
+
+
+def _largest_window(sizes: Sequence[int], length: int) -> int:
+    """The largest sum of `length` neighbours."""
+    return max(
+        (sum(sizes[start : start + length]) for start in range(max(1, len(sizes) - length + 1))),
+        default=0,
+    )
+
+
+def _state_dtype(settings: CostSettings, precision: Precision) -> str:
+    return "float32" if settings.matrix_optimizer in ("shampoo", "soap") else precision.stored
