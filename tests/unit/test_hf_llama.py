@@ -1,0 +1,128 @@
+"""Llama weights to and from Hugging Face: same logits as transformers' model, exact round trips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_hf_config
+from models.layers import RopeScaling
+from models.llama import LLAMA3_FLAVORS, Llama, LlamaFlavor
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, SEQ_LEN = 61, 48
+# An original context so short that all three kinds of rotation (kept, blended, stretched) occur.
+SCALING = RopeScaling(8.0, 1.0, 4.0, original_max_seq_len=32)
+CASES = [
+    LlamaFlavor(48, 2, 6, 2, 80, rope_scaling=SCALING),
+    LlamaFlavor(48, 2, 3, 3, 80, rope_scaling=None, rope_theta=10_000.0),
+    LlamaFlavor(64, 2, 4, 1, 96, tie_embeddings=True, rope_scaling=SCALING, norm_eps=1e-6),
+]
+
+
+def _ours(flavor: LlamaFlavor) -> Llama:
+    model = Llama(
+        flavor, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=flavor.tie_embeddings
+    )
+    model.init_weights(seed=3)
+    for fqn, param in model.named_parameters():
+        if fqn.endswith("norm.weight"):  # ones would hide norms that are swapped
+            torch.nn.init.uniform_(
+                param, 0.5, 1.5, generator=torch.Generator().manual_seed(len(fqn))
+            )
+    return model
+
+
+def _theirs(flavor: LlamaFlavor) -> Any:
+    config = to_hf_config(
+        flavor, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=flavor.tie_embeddings
+    )
+    torch.manual_seed(4)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config)).eval()
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("flavor", CASES)
+@torch.no_grad()
+def test_logits_equal_after_export(flavor: LlamaFlavor) -> None:
+    ours, theirs = _ours(flavor), _theirs(flavor)
+    exported = dict(to_hf(fqn, param.data, flavor) for fqn, param in ours.named_parameters())
+    missing, unexpected = theirs.load_state_dict(exported, strict=False)
+    assert not unexpected
+    assert set(missing) == ({"lm_head.weight"} if flavor.tie_embeddings else set())
+    torch.testing.assert_close(ours(_tokens()), theirs(_tokens()).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("flavor", CASES)
+@torch.no_grad()
+def test_logits_equal_after_import(flavor: LlamaFlavor) -> None:
+    ours, theirs = _ours(flavor), _theirs(flavor)
+    for param in theirs.parameters():  # far from the tiny initial values, so that errors show
+        param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(6)) * 0.1)
+    named = [(name, param.data) for name, param in theirs.named_parameters()]  # tied: once
+    ours.load_state_dict(dict(from_hf(name, tensor, flavor) for name, tensor in named))
+    logits = ours(_tokens())
+    assert logits.std() > 0.1
+    torch.testing.assert_close(logits, theirs(_tokens()).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_exact(dtype: torch.dtype) -> None:
+    flavor = CASES[0]
+    for fqn, param in _ours(flavor).named_parameters():
+        tensor = param.detach().to(dtype)
+        back, again = from_hf(*to_hf(fqn, tensor, flavor), flavor)
+        assert back == fqn
+        assert again.dtype == dtype and again.is_contiguous()
+        assert torch.equal(again, tensor)
+
+
+def test_query_rows_are_reordered_within_their_head() -> None:
+    flavor = LlamaFlavor(8, 1, 2, 2, 8)  # two heads of 4 rows
+    rows = torch.arange(8.0).unsqueeze(1).expand(8, 8)
+    _, moved = to_hf("layers.0.attention.wq.weight", rows, flavor)
+    assert moved[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    _, kept = to_hf("layers.0.attention.wv.weight", rows, flavor)
+    assert torch.equal(kept, rows)
+
+
+@pytest.mark.parametrize("name", list(LLAMA3_FLAVORS))
+def test_config_round_trip(name: str) -> None:
+    flavor = LLAMA3_FLAVORS[name]
+    written = to_hf_config(
+        flavor, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=flavor.tie_embeddings
+    )
+    assert from_hf_config(written) == flavor
+    assert from_hf_config(transformers.LlamaConfig.from_dict(written).to_dict()) == flavor
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "mistral"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("head_dim", 128),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_config_of_another_model_is_refused(key: str, value: object) -> None:
+    config = to_hf_config(CASES[0], vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=False) | {
+        key: value
+    }
+    with pytest.raises(ValueError, match="rope_type" if key == "rope_scaling" else key):
+        from_hf_config(config)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="layers.0.attention.bias"):
+        hf_name("layers.0.attention.bias")
+    with pytest.raises(ValueError, match="q_proj.bias"):
+        fqn_of("model.layers.0.self_attn.q_proj.bias")
