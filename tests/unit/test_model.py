@@ -1,4 +1,4 @@
-"""Llama: shapes, causality, rotations, grouped attention, initial values by rows, parameter counts."""
+"""Llama: shapes, causality, rotations, grouped attention, initial rows, parameter counts."""
 
 from __future__ import annotations
 
