@@ -1,0 +1,8 @@
+"""Checkpoints: `Checkpointer` saves and loads a run; `StoredCheckpoint` opens one for reading without a process group."""
+
+from matrixtitan.checkpoint.checkpointer import Checkpointer
+from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from matrixtitan.checkpoint.reading import StoredCheckpoint
+from matrixtitan.checkpoint.state import TrainState
+
+__all__ = ["CheckpointError", "Checkpointer", "CorruptCheckpointError", "StoredCheckpoint", "TrainState"]

@@ -1,0 +1,417 @@
+"""Checkpointer: saves and loads a run, whole or not at all, at any world size.
+
+Owns the policy: when to save, which checkpoint to load, what to keep, and that all ranks have one outcome. A save runs
+the same code in the foreground and in the background thread; the latter writes host copies, and its collectives have a
+gloo group of their own (on training's group the two orders of collectives would deadlock). Next files: `writing.py`,
+`reading.py`, and `folder.py` for the life of a `step-N` folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from matrixtitan.checkpoint import folder as folders
+from matrixtitan.checkpoint.collective import from_rank_0, together
+from matrixtitan.checkpoint.config_changes import check_config
+from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from matrixtitan.checkpoint.preemption import Preemption
+from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, PLAN_FILE, StoredCheckpoint
+from matrixtitan.checkpoint.stager import HostStager
+from matrixtitan.checkpoint.state import (
+    Tensors,
+    TrainState,
+    cast_floating,
+    model_tensors,
+    optimizer_tensors,
+    random_tensors,
+    restore_random,
+    train_state_from,
+    train_state_tensors,
+)
+from matrixtitan.checkpoint.writing import write_checkpoint
+
+if TYPE_CHECKING:
+    from matrixtitan.config import CheckpointConfig, Config
+    from matrixtitan.optim.build import Optimizers
+    from matrixtitan.plan.shard import Plan
+    from matrixtitan.strategies.base import DataParallel
+
+logger = logging.getLogger("matrixtitan")
+
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # how long a rank waits for another's slow disk
+PROBE_SECONDS = 10.0  # network file systems may show a new file to other machines only after some seconds
+
+
+class Checkpointer:
+    """Use it as a context manager, so that a background save ends before the process group does.
+
+    With `checkpoint.enable` false it loads and saves nothing. Making one is collective, as are all methods but
+    `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
+
+    ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
+    always on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run: Config,
+        strategy: DataParallel,
+        optimizers: Optimizers,
+        plan: Plan | None = None,
+    ) -> None:
+        self.config = config
+        self.folder = Path(run.job.dump_folder) / config.folder
+        self._run = json.loads(json.dumps(dataclasses.asdict(run)))
+        self._strategy = strategy
+        self._optimizers = optimizers
+        self._plan = plan
+        self._saving: Future[Path] | None = None
+        self._saved_step: int | None = None
+        self._preemption: Preemption | None = None
+        self._stager: HostStager | None = None
+        if not config.enable:
+            if config.initial_load_path:
+                raise ValueError("checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true")
+            return
+        if config.async_mode != "disabled":
+            self._stager = HostStager(pinned=config.async_mode == "async_with_pinned_mem")
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # what is saved or loaded
+        self._control = dist.new_group(backend="gloo")  # what the main thread asks while a save is under way
+        self._open_folder()
+        self._preemption = Preemption()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("the checkpoint being saved was lost too: %s", failure)  # the first error is the one to raise
+
+    def close(self) -> None:
+        """Wait for a save under way; raise its failure according to checkpoint.on_error."""
+        if self._preemption is not None:
+            self._preemption.close()
+        self.wait()
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def is_save_step(self, step: int, last: bool = False) -> bool:
+        return self.config.enable and (last or step % self.config.interval == 0)
+
+    def maybe_save(self, step: int, state: TrainState, last: bool = False, now: bool = False) -> float | None:
+        """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
+        if not self.is_save_step(step, last) and not (now and self.config.enable):
+            return None
+        return self.save(step, state, last, now)
+
+    def save(self, step: int, state: TrainState, last: bool = False, now: bool = False) -> float:
+        """Save `step`; return for how many seconds training stood still.
+
+        In the background if checkpoint.async_mode says so, but for the last one. A save still under way is waited for.
+        """
+        started = time.perf_counter()
+        if self._saving is not None and not self._saving.done() and self._rank == 0:
+            logger.warning("step %d: the save before is still under way; raise checkpoint.interval", step)
+        self.wait()
+        contents = "model" if last and not now and self.config.last_save_model_only else "full"
+        tensors = self._collect(state, contents)
+        side_files = self._side_files(state, contents)
+        self._saving = Future()
+        if self._stager is None or last or now:
+            _fulfil(self._saving, lambda: self._write(step, tensors, side_files))
+            self.wait()
+        else:
+            staged, copied = self._stager.stage(tensors)
+
+            def write_copies() -> Path:
+                copied()
+                return self._write(step, staged, side_files)
+
+            threading.Thread(target=_fulfil, args=(self._saving, write_copies), name="save", daemon=True).start()
+        pause = time.perf_counter() - started
+        if self._rank == 0:
+            logger.info("step %d: training paused for %.3f s to save", step, pause)
+        return pause
+
+    def check_failure(self) -> None:
+        """At a step boundary: raise or log what went wrong in the background, once it has ended on all ranks.
+
+        One tiny all-reduce while a save is under way, else nothing.
+        """
+        if self._saving is None:
+            return
+        ended = torch.tensor([int(self._saving.done())], dtype=torch.int32)
+        dist.all_reduce(ended, op=dist.ReduceOp.MIN, group=self._control)
+        if ended.item():
+            self.wait()
+
+    def preempted(self) -> bool:
+        """At a step boundary: True on all ranks if any of them was told to end. One tiny all-reduce."""
+        return self._preemption is not None and self._preemption.agreed(self._control)
+
+    def wait(self) -> None:
+        """Until no save is under way. Its outcome is the same on all ranks."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result()
+        except CheckpointError as error:
+            if self.config.on_error == "stop":
+                raise
+            if self._rank == 0:
+                logger.error("%s; training goes on without this checkpoint (checkpoint.on_error)", error)
+
+    def _collect(self, state: TrainState, contents: str) -> Tensors:
+        weights = model_tensors(self._strategy.local_parameters())
+        if contents == "model":
+            dtype = self.config.export_dtype
+            if dtype not in EXPORT_DTYPES:
+                raise ValueError(f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}")
+            return cast_floating(weights, EXPORT_DTYPES[dtype])
+        tensors = {
+            **weights,
+            **optimizer_tensors(self._optimizers.state_tensors(), self._strategy.stepped_parameters()),
+            **random_tensors(self._rank),
+        }
+        if self._rank == 0:
+            tensors.update(train_state_tensors(state))
+        return tensors
+
+    def _side_files(self, state: TrainState, contents: str) -> dict[str, bytes]:
+        meta = {
+            "format": FORMAT_VERSION,
+            "contents": contents,
+            "world_size": self._world_size,
+            "torch": torch.__version__,
+            "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "train_state": dataclasses.asdict(state),
+        }
+        files = {META_FILE: meta, CONFIG_FILE: self._run}
+        if self._plan is not None:
+            files[PLAN_FILE] = self._plan.to_json()
+        return {name: json.dumps(content, indent=1).encode() for name, content in files.items()}
+
+    def _write(self, step: int, tensors: Tensors, side_files: dict[str, bytes]) -> Path:
+        started = time.perf_counter()
+        path = write_checkpoint(self.folder, step, tensors, side_files, self._group)
+        if self._rank == 0:
+            logger.info("saved %s in %.3f s", path, time.perf_counter() - started)
+            self._prune(step)
+        return path
+
+    def _prune(self, saved: int) -> None:
+        """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is only logged."""
+        if self.config.keep_latest_k == 0:
+            return
+        complete, _ = folders.list_steps(self.folder)
+        for step in complete[self.config.keep_latest_k :]:
+            if step == saved:
+                continue
+            try:
+                folders.delete(self.folder, step)
+            except OSError as error:  # deleted by someone else, or not ours to delete: no reason to stop training
+                logger.warning("could not delete the old %s: %s", folders.step_folder(self.folder, step), error)
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def load(self) -> TrainState | None:
+        """Load what the run continues from: its newest checkpoint, or else checkpoint.initial_load_path.
+
+        None if there is nothing to load, or only weights. Weights and optimizer state are filled in place.
+        """
+        if not self.config.enable:
+            return None
+        self.wait()
+        complete, incomplete = from_rank_0(
+            self._group, f"listing {self.folder}", lambda: folders.list_steps(self.folder)
+        )
+        if incomplete and self._rank == 0:
+            logger.warning("skipping incomplete checkpoints in %s: %s", self.folder, ", ".join(incomplete))
+        if self.config.load_step >= 0:
+            return self._load_step(self.config.load_step, complete)
+        if complete:
+            return self._load_newest(complete)
+        if self.config.initial_load_path:
+            return self._load_initial()
+        return None
+
+    def _load_step(self, step: int, complete: list[int]) -> TrainState | None:
+        if step not in complete:
+            raise ValueError(
+                f"checkpoint.load_step is {step}, but {self.folder} has complete checkpoints of steps "
+                f"{complete[::-1] or 'none'} only"
+            )
+        if complete[0] > step and self._rank == 0:
+            logger.warning("going back to step %d; step-%d stays until it is replaced", step, complete[0])
+        stored = self._open(folders.step_folder(self.folder, step))
+        if stored.meta["contents"] != "full":
+            raise ValueError(
+                f"{stored.path} has the model only, no optimizer state: choose another checkpoint.load_step, or start "
+                "a new run from it with checkpoint.initial_load_path"
+            )
+        return self._resume(stored)
+
+    def _load_newest(self, complete: list[int]) -> TrainState | None:
+        for step in complete:
+            try:
+                stored = self._open(folders.step_folder(self.folder, step))
+                if stored.meta["contents"] == "full":
+                    return self._resume(stored)
+                if self._rank == 0:
+                    logger.warning("skipping %s: it has the model only, no optimizer state", stored.path)
+            except CorruptCheckpointError as error:
+                if not self.config.skip_corrupt:
+                    raise CorruptCheckpointError(
+                        f"{error}. To fall back to an older one, set checkpoint.skip_corrupt = true"
+                    ) from error
+                if self._rank == 0:
+                    logger.error("skipping a damaged checkpoint: %s", error)
+        raise CheckpointError(
+            f"none of the checkpoints in {self.folder} can be resumed from (steps {complete[::-1]}); to start afresh, "
+            "choose another checkpoint.folder"
+        )
+
+    def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
+        saved = together(self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE))
+        changes = check_config(saved, self._run, allow=self.config.allow_config_change)
+        if changes and self._rank == 0:
+            logger.warning("the configuration changed since %s: %s", stored.path.name, "; ".join(changes))
+        return self._load_from(stored, model_only=False)
+
+    def _load_initial(self) -> TrainState | None:
+        path = Path(self.config.initial_load_path)
+        complete, _ = from_rank_0(self._group, f"listing {path}", lambda: folders.list_steps(path))
+        if complete:
+            path = folders.step_folder(path, complete[0])
+        return self._load_from(self._open(path, allow_foreign=True), self.config.initial_load_model_only)
+
+    def _open(self, path: Path, allow_foreign: bool = False) -> StoredCheckpoint:
+        return together(
+            self._group, f"opening {path}", lambda: StoredCheckpoint.open(path, allow_foreign=allow_foreign)
+        )
+
+    def _load_from(self, stored: StoredCheckpoint, model_only: bool) -> TrainState | None:
+        if stored.checksums is None and self._rank == 0:
+            logger.warning("%s has no checksums: damage to it cannot be noticed", stored.path)
+        wanted = self._wanted(stored, model_only)
+        excluded = self._excluded(stored, self._asked(wanted), model_only)
+        tensors = {key: tensor for key, tensor in wanted.items() if key not in excluded}
+        stored.load(tensors, self._group)
+        if f"random.{self._rank}.torch_cpu" in tensors:
+            restore_random(tensors, self._rank)
+        state = train_state_from(tensors) if "train_state.step" in tensors else None
+        if self._rank == 0:
+            logger.info("loaded %s%s", stored.path, f": step {state.step}" if state else ", without its step")
+        return state
+
+    def _wanted(self, stored: StoredCheckpoint, model_only: bool) -> Tensors:
+        """All that this rank would fill."""
+        weights = model_tensors(self._strategy.local_parameters())
+        if model_only:
+            return weights
+        self._optimizers.allocate_state()  # DCP loads in place
+        wanted = {
+            **weights,
+            **optimizer_tensors(self._optimizers.state_tensors(), self._strategy.stepped_parameters()),
+            **train_state_tensors(TrainState()),
+        }
+        if stored.meta.get("world_size") == self._world_size:
+            wanted.update(random_tensors(self._rank))
+        elif self._rank == 0:
+            logger.info("random generators start from the seed: the number of ranks changed")
+        return wanted
+
+    def _asked(self, wanted: Tensors) -> set[str]:
+        """The keys that any rank would fill."""
+        everyone: list[list[str]] = [[] for _ in range(self._world_size)]
+        dist.all_gather_object(everyone, list(wanted), group=self._group)
+        return {key for keys in everyone for key in keys}
+
+    def _excluded(self, stored: StoredCheckpoint, asked: set[str], model_only: bool) -> set[str]:
+        """Keys that checkpoint.exclude_from_loading names: a section, a prefix up to a dot, or a pattern with *.
+
+        A stored weight or state that no rank asks for means another model or optimizer: CheckpointError, unless it is
+        named too. The same on all ranks.
+        """
+        patterns = self.config.exclude_from_loading
+        known = asked | stored.tensors.keys()
+        for pattern in patterns:
+            if not any(_matches(key, pattern) for key in known):
+                raise ValueError(f"checkpoint.exclude_from_loading: {pattern!r} matches nothing in {stored.path}")
+        excluded = {key for key in known if any(_matches(key, pattern) for pattern in patterns)}
+        sections = ("model.",) if model_only else ("model.", "optimizer.")
+        placed = {stored.stored_key(key) for key in asked}
+        extra = [key for key in stored.tensors if key.startswith(sections) and key not in placed | excluded]
+        if extra:
+            raise CheckpointError(
+                f"{stored.path} holds {len(extra)} tensors that this run has no place for, {extra[0]} first: another "
+                "model or optimizer. To leave them out, name them in checkpoint.exclude_from_loading"
+            )
+        return excluded
+
+    # --- the folder --------------------------------------------------------------------------------------------------
+
+    def _open_folder(self) -> None:
+        """Make the folder, clear what a killed job left, and make sure that all ranks see the same one."""
+
+        def prepare() -> str:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for line in folders.recover(self.folder):
+                logger.warning("%s: %s", self.folder, line)
+            probe = self.folder / f".probe-{uuid.uuid4().hex}"
+            folders.write_file(probe, b"")
+            return probe.name
+
+        name = from_rank_0(self._group, f"preparing checkpoint.folder {self.folder}", prepare)
+        try:
+            together(self._group, "checking that all ranks share checkpoint.folder", lambda: self._see(name))
+        finally:
+            if self._rank == 0:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _see(self, name: str) -> None:
+        deadline = time.monotonic() + PROBE_SECONDS
+        while name not in (path.name for path in self.folder.glob(".probe-*")):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; put "
+                    "job.dump_folder on a file system that all machines share"
+                )
+            time.sleep(0.1)
+
+
+def _fulfil(future: Future[Path], act: Callable[[], Path]) -> None:
+    try:
+        future.set_result(act())
+    except BaseException as error:  # handed to whoever waits for the future
+        future.set_exception(error)
+
+
+def _matches(key: str, pattern: str) -> bool:
+    return key == pattern or key.startswith(f"{pattern}.") or fnmatchcase(key, pattern)

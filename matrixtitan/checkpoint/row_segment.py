@@ -1,0 +1,99 @@
+"""RowSegment: some rows of a larger tensor, in the form that PyTorch Distributed Checkpoint (DCP) saves and loads.
+
+A tensor of the full shape without storage of its own, which answers DCP's checkpointable protocol (the methods with
+double underscores, looked up by name) with the rows that this rank holds. It can do nothing else: no arithmetic, no
+copy. DTensors sharded by rows become RowSegments too, so one kind of chunk is staged, written and read. Next file:
+`state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+
+class RowSegment(Tensor):
+    """Rows [start, start + len(rows)) of a tensor of shape `full_shape`; `rows` is shared, not copied.
+
+    `rows` has shape (n, *full_shape[1:]). A load writes into it in place.
+    """
+
+    rows: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, full_shape: Sequence[int], start: int) -> RowSegment:
+        if rows.shape[1:] != torch.Size(full_shape[1:]) or not 0 <= start <= full_shape[0] - rows.shape[0]:
+            raise ValueError(f"rows of shape {tuple(rows.shape)} from row {start} do not lie in {tuple(full_shape)}")
+        return Tensor._make_wrapper_subclass(
+            cls, torch.Size(full_shape), dtype=rows.dtype, device=rows.device, requires_grad=False
+        )
+
+    def __init__(self, rows: Tensor, full_shape: Sequence[int], start: int) -> None:
+        self.rows = rows.detach()
+        self.start = start
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        stop = self.start + self.rows.shape[0]
+        return f"RowSegment(rows [{self.start}, {stop}) of {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} on a RowSegment: it only describes rows to save or load; use its .rows")
+
+    @property
+    def _chunk(self) -> ChunkStorageMetadata:
+        offsets = torch.Size([self.start] + [0] * (self.dim() - 1))
+        return ChunkStorageMetadata(offsets=offsets, sizes=self.rows.shape)
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        chunk = self._chunk
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.offset is not None and index.offset != self._chunk.offsets:
+            raise RuntimeError(f"{index.fqn}: no rows at {tuple(index.offset)} in {self!r}")
+        return self.rows
+
+
+def local_rows(tensor: Tensor, full_shape: Sequence[int], start: int) -> Tensor | None:
+    """What of a tensor to save or load here: itself, detached, if it is whole; a RowSegment; None if no rows are here.
+
+    A DTensor must be sharded along dim 0 at most; ValueError otherwise.
+    """
+    if isinstance(tensor, DTensor):
+        return _dtensor_rows(tensor)
+    if tensor.shape == torch.Size(full_shape):
+        return tensor.detach()
+    if tensor.shape[0] == 0:
+        return None
+    return RowSegment(tensor, full_shape, start)
+
+
+def _dtensor_rows(tensor: DTensor) -> Tensor | None:
+    local = tensor.to_local()
+    if local.shape == tensor.shape:
+        return local.detach()
+    if local.numel() == 0:
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    if any(chunk.offsets[1:]) or chunk.sizes[1:] != tensor.shape[1:]:
+        raise ValueError(
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} is not sharded by rows; "
+            "only Shard(0) and Replicate() are checkpointed"
+        )
+    return RowSegment(local, tensor.shape, chunk.offsets[0])

@@ -1,0 +1,68 @@
+"""Writing one checkpoint: every rank its tensors, then rank 0 the small files and the rename that makes it complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from matrixtitan.checkpoint import folder as folders
+from matrixtitan.checkpoint.collective import from_dcp, from_rank_0
+from matrixtitan.checkpoint.errors import CheckpointError
+from matrixtitan.checkpoint.integrity import CHECKSUMS_FILE, Checksums, Chunk, digest
+from matrixtitan.checkpoint.metadata import METADATA_FILE
+from matrixtitan.checkpoint.state import Tensors, nested
+from matrixtitan.checkpoint.storage import ChecksummedWriter
+
+
+def write_checkpoint(
+    folder: Path, step: int, tensors: Tensors, side_files: Mapping[str, bytes], group: dist.ProcessGroup
+) -> Path:
+    """Collective on a gloo group: write `step-N` whole, or raise CheckpointError on all ranks and leave nothing of it.
+
+    Each rank gives the tensors that it holds; of a tensor that several hold, one writes it. `side_files` are rank 0's.
+    """
+    written = folders.writing_folder(folder, step)
+    from_rank_0(group, f"making {written}", lambda: _make_empty(written))
+    try:
+        writer = ChecksummedWriter(written)
+        try:
+            dcp.save(nested(tensors), storage_writer=writer, process_group=group)
+        except dcp.CheckpointException as error:
+            raise from_dcp(f"writing {written}", error) from error
+        chunks = _gather_chunks(writer, group)
+        return from_rank_0(
+            group, f"completing {written}", lambda: _complete(folder, step, Checksums(chunks), side_files)
+        )
+    except CheckpointError:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(written, ignore_errors=True)  # the space may be what was missing; the error says what failed
+        raise
+
+
+def _make_empty(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[Chunk, str]:
+    """On rank 0 the checksums of all ranks' chunks; elsewhere nothing."""
+    gathered: list[dict[Chunk, str]] | None = None
+    if dist.get_rank(group) == 0:
+        gathered = [{} for _ in range(dist.get_world_size(group))]
+    dist.gather_object(writer.chunks, gathered, group=group, group_dst=0)
+    return {chunk: value for chunks in gathered or () for chunk, value in chunks.items()}
+
+
+def _complete(folder: Path, step: int, checksums: Checksums, side_files: Mapping[str, bytes]) -> Path:
+    written = folders.writing_folder(folder, step)
+    for name, data in side_files.items():
+        folders.write_file(written / name, data)
+        checksums.files[name] = digest(data)
+    checksums.files[METADATA_FILE] = digest((written / METADATA_FILE).read_bytes())
+    folders.write_file(written / CHECKSUMS_FILE, checksums.to_bytes())
+    return folders.publish(folder, step)
