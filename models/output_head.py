@@ -120,10 +120,12 @@ def _softmax_minus_target_(logits: Tensor, labels: Tensor) -> Tensor:
     """The chunk's summed loss; logits (n, V) become their gradient, zero where ignored."""
     counted = labels != IGNORE_INDEX
     target = labels.where(counted, 0).unsqueeze(1)  # (n, 1)
-    log_normalizer = logits.logsumexp(dim=1, keepdim=True)
-    losses = (log_normalizer - logits.gather(1, target)).squeeze(1)
-    logits.sub_(log_normalizer).exp_()
-    logits.scatter_add_(1, target, torch.full_like(log_normalizer, -1.0))
+    highest = logits.amax(dim=1, keepdim=True)  # (n, 1), taken off so that exp cannot overflow
+    target_logit = logits.gather(1, target) - highest
+    total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
+    losses = (total.log() - target_logit).squeeze(1)
+    logits.div_(total)
+    logits.scatter_add_(1, target, torch.full_like(total, -1.0))
     logits.mul_(counted.unsqueeze(1))
     return losses.where(counted, 0.0).sum()
 
