@@ -70,7 +70,7 @@ class Llama(nn.Module):
     `tail_patterns` are the names of matrices that a matrix optimizer should leave to AdamW.
     """
 
-    tail_patterns: tuple[str, ...] = ("tok_embeddings.weight", "head.output.weight")
+    tail_patterns: tuple[str, ...]
 
     def __init__(
         self, flavor: LlamaFlavor, *, vocab_size: int, max_seq_len: int, tie_embeddings: bool
@@ -84,6 +84,8 @@ class Llama(nn.Module):
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.tie_embeddings = tie_embeddings
+        output = () if tie_embeddings else ("head.output.weight",)
+        self.tail_patterns = ("tok_embeddings.weight", *output)
         self.tok_embeddings = nn.Embedding(vocab_size, flavor.dim)
         self.layers = nn.ModuleDict(
             {
