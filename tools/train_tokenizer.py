@@ -1,0 +1,87 @@
+"""Train a byte-level BPE tokenizer and write it as a tiktoken rank file that gives the same tokens.
+
+    python tools/train_tokenizer.py --output my.tiktoken --vocab-size 32768 --type text --path 'corpus/**/*.txt'
+
+Without --path it trains on the running interpreter's standard library; so the tokenizer that ships was made. The file
+holds vocab_size - 2 ranks: `load_tokenizer` puts BOS and EOS after them. Needs the `tools` extra (`tokenizers`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matrixtitan.data.sources import find_files, read_texts
+from matrixtitan.data.tokenizer import LLAMA3_PATTERN, load_tokenizer, write_ranks
+
+NUM_SPECIAL_TOKENS = 2
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: its own if it has one, else the next from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Byte-pair training; the result has vocab_size - 2 tokens, ids in the order of the merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - NUM_SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
+    """The bytes of every token, by id."""
+    byte_of = _bytes_of_characters()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(byte_of[character] for character in token) for token, _ in vocabulary]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--vocab-size", type=int, default=4096, help="with BOS and EOS (default 4096)")
+    parser.add_argument("--type", choices=("text", "jsonl"), default="text")
+    parser.add_argument("--path", nargs="*", help="files, folders or globs; none: the standard library")
+    parser.add_argument("--field", default="text", help="the field of a JSONL record (default text)")
+    args = parser.parse_args()
+
+    kind = args.type if args.path else "python_stdlib"
+    files = find_files(kind, args.path or "")
+    trained = train(read_texts(kind, files, args.field), args.vocab_size)
+    tokens = tokens_in_rank_order(trained)
+    if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
+        sys.exit(f"the text has only {len(tokens)} different tokens; give more text or a smaller --vocab-size")
+    write_ranks(args.output, tokens)
+
+    written = load_tokenizer(str(args.output))
+    count = characters = 0
+    for text in read_texts(kind, files, args.field):
+        ids = written.encode(text)
+        if ids != trained.encode(text).ids:
+            args.output.unlink()
+            sys.exit("tiktoken and the trainer disagree on a text; this should not happen, please report it")
+        count, characters = count + len(ids), characters + len(text)
+    print(f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its training text")
+
+
+if __name__ == "__main__":
+    main()
