@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from matrixtitan.checkpoint.collective import from_dcp, together
 from matrixtitan.checkpoint.errors import CheckpointError
@@ -100,13 +100,17 @@ class StoredCheckpoint:
 
     def read(self, key: str) -> Tensor:
         """One tensor, whole, on the CPU; without any process group."""
-        entry = self.tensors[self.stored_key(key)]
+        stored_key = self.stored_key(key)
+        entry = self.tensors[stored_key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         reader = VerifyingReader(self.path, self.metadata, self.checksums)
-        try:
-            dcp.load({self.stored_key(key): tensor}, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise from_dcp(f"reading {key} of {self.path}", error) from error
+        for chunk in entry.chunks:
+            item = self.metadata.storage_data[MetadataIndex(stored_key, chunk.offsets)]
+            part = reader.read_chunk((item.relative_path, item.offset, item.length))
+            target = tensor
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            target.copy_(part)
         return tensor
 
     def _check_wanted(self, tensors: Tensors) -> None:

@@ -83,14 +83,15 @@ class VerifyingReader(FileSystemReader):
             item = self._metadata.storage_data[request.storage_index]
             wanted[item.relative_path, item.offset, item.length].append(request)
         for chunk in sorted(wanted):  # front to back in each file
-            stored = self._read_tensor(chunk)
+            stored = self.read_chunk(chunk)
             for request in wanted[chunk]:
                 _copy_overlap(stored, request, planner, f"{self._folder / chunk[0]}")
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_tensor(self, chunk: Chunk) -> Tensor:
+    def read_chunk(self, chunk: Chunk) -> Tensor:
+        """One stored chunk, on the CPU, its bytes verified before anything interprets them."""
         name, offset, length = chunk
         path = self._folder / name
         try:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from matrixtitan.checkpoint import Checkpointer, CheckpointError, CorruptCheckpointError, StoredCheckpoint, TrainState
+from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
+from matrixtitan.checkpoint import checkpointer as checkpointer_module
+from matrixtitan.checkpoint import folder as folders
+from matrixtitan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, fake_config
 from tests.lib.distributed import run_distributed
+
+
+def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **keys: Any) -> list[Any]:
+    return run_distributed(partial(fn, **keys), world_size, *args)
 
 
 def make(folder: str, *, bias: int = 0, filled: bool = True, **keys: Any) -> tuple[Checkpointer, FakeRun]:
@@ -41,11 +56,303 @@ def load_and_check(folder: str, offset: float = 0.0, **keys: Any) -> TrainState 
 @pytest.fixture(scope="module")
 def saved_by_4(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("saved"))
-    run_distributed(save, 4, folder)
+    on_ranks(save, 4, folder)
     return folder
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_any_world_size_and_cut_loads_what_four_saved(saved_by_4: str, world_size: int) -> None:
-    states = run_distributed(load_and_check, world_size, saved_by_4)
+    states = on_ranks(load_and_check, world_size, saved_by_4)
     assert states == [TrainState(2, 20, 160)] * world_size
+
+
+def fsdp2_style_model() -> dict[str, DTensor]:
+    """A plain FSDP2 model's state dict: DTensors sharded by rows, here the only wrapper is torch's own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        fqn: distribute_tensor(expected(fqn, shape, 0, shape[0]), mesh, [Shard(0)])
+        for fqn, (shape, _) in PARAMS.items()
+    }
+
+
+def load_ours_into_dtensors(folder: str) -> None:
+    loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in fsdp2_style_model().items()}
+    dcp.load({"model": loaded}, checkpoint_id=folder)
+    for fqn, tensor in fsdp2_style_model().items():
+        assert torch.equal(loaded[fqn].to_local(), tensor.to_local()), fqn
+
+
+def test_plain_dcp_loads_ours_into_dtensors(saved_by_4: str) -> None:
+    on_ranks(load_ours_into_dtensors, 3, f"{saved_by_4}/checkpoint/step-2")
+
+
+def save_dtensors(folder: str, prefix: bool) -> None:
+    model = fsdp2_style_model()
+    dcp.save({"model": model} if prefix else dict(model), checkpoint_id=folder)
+
+
+def load_theirs(folder: str, theirs: str) -> None:
+    checkpointer, run = make(folder, filled=False, initial_load_path=theirs)
+    with checkpointer:
+        assert checkpointer.load() is None
+        for param in run.params:
+            assert torch.equal(
+                param.tensor, expected(param.fqn, param.full_shape, param.start, param.tensor.shape[0])
+            ), param.fqn
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_we_load_what_plain_dcp_saved_from_dtensors(tmp_path: Path, prefix: bool) -> None:
+    on_ranks(save_dtensors, 3, str(tmp_path / "theirs"), prefix)
+    on_ranks(load_theirs, 2, str(tmp_path), str(tmp_path / "theirs"))
+
+
+def dtensor_run(filled: bool) -> FakeRun:
+    """What the fsdp2 strategy shows: parameters and their state are DTensors cut by rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    run = FakeRun(0, 1, filled=filled)
+    run.params = [dataclasses.replace(p, tensor=distribute_tensor(p.tensor, mesh, [Shard(0)])) for p in run.params]
+    run.states = [
+        state._replace(tensor=distribute_tensor(state.tensor, mesh, [Shard(0)])) if state.per_row else state
+        for state in run.states
+    ]
+    return run
+
+
+def load_into_dtensor_run(folder: str) -> None:
+    config, run, whole = fake_config(folder), dtensor_run(filled=False), FakeRun(0, 1)
+    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        assert checkpointer.load() == TrainState(2, 20, 160)
+    for param, expected_param in zip(run.params, whole.params, strict=True):
+        assert torch.equal(param.tensor.full_tensor(), expected_param.tensor), param.fqn
+    for state, expected_state in zip(run.states, whole.states, strict=True):
+        value = state.tensor.full_tensor() if state.per_row else state.tensor
+        assert torch.equal(value, expected_state.tensor), state
+
+
+def save_dtensor_run(folder: str) -> None:
+    config, run = fake_config(folder), dtensor_run(filled=True)
+    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(2, TrainState(2, 20, 160))
+
+
+def test_dtensor_strategy_loads_rows_saved_by_ours_and_back(saved_by_4: str, tmp_path: Path) -> None:
+    on_ranks(load_into_dtensor_run, 3, saved_by_4)
+    on_ranks(save_dtensor_run, 3, str(tmp_path))
+    on_ranks(load_and_check, 2, str(tmp_path))
+
+
+def test_dcp_converts_to_a_torch_save_file(saved_by_4: str, tmp_path: Path) -> None:
+    dcp_to_torch_save(f"{saved_by_4}/checkpoint/step-2", tmp_path / "model.pt")
+    model = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert model.keys() == PARAMS.keys()
+    for fqn, (shape, _) in PARAMS.items():
+        assert torch.equal(model[fqn], expected(fqn, shape, 0, shape[0])), fqn
+
+
+def save_several(folder: str, steps: list[int], **keys: Any) -> list[str]:
+    checkpointer, run = make(folder, **keys)
+    with checkpointer:
+        for step in steps:
+            run.fill(step)
+            checkpointer.maybe_save(step, TrainState(step), last=step == steps[-1])
+            run.fill(-1)  # as training would, while a background save is under way
+            checkpointer.check_failure()
+    return sorted(path.name for path in Path(folder, "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_keep_latest_k_and_the_newest_is_loaded(tmp_path: Path, async_mode: str) -> None:
+    names = on_ranks(save_several, 2, str(tmp_path), [2, 3, 4, 6, 8, 9], keep_latest_k=2, async_mode=async_mode)[0]
+    assert names == ["step-8", "step-9"]
+    assert on_ranks(load_and_check, 3, str(tmp_path), 9.0)[0] == TrainState(9)
+    assert on_ranks(load_and_check, 3, str(tmp_path), 8.0, load_step=8)[0] == TrainState(8)
+
+
+def test_a_vanished_folder_is_no_reason_to_stop(tmp_path: Path) -> None:
+    on_ranks(save_behind_a_janitor, 1, str(tmp_path))
+
+
+def save_behind_a_janitor(folder: str) -> None:
+    checkpointer, run = make(folder, keep_latest_k=1)
+    with checkpointer:
+        checkpointer.save(2, TrainState(2))
+        original = folders.list_steps
+        try:
+            folders.list_steps = lambda path: ([4, 3, 2], [])  # 3 was deleted by someone else in between
+            checkpointer.save(4, TrainState(4))
+        finally:
+            folders.list_steps = original
+    assert [p.name for p in Path(folder, "checkpoint").iterdir()] == ["step-4"]
+
+
+def save_the_same_step_again(folder: str) -> None:
+    for offset in (1.0, 2.0):
+        checkpointer, run = make(folder)
+        with checkpointer:
+            run.fill(offset)
+            checkpointer.save(2, TrainState(2))
+
+
+def test_a_step_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
+    on_ranks(save_the_same_step_again, 2, str(tmp_path))
+    on_ranks(load_and_check, 2, str(tmp_path), 2.0)
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+
+
+def load_error(folder: str, **keys: Any) -> str:
+    checkpointer, run = make(folder, filled=False, **keys)
+    with checkpointer, pytest.raises((CheckpointError, ValueError)) as caught:
+        checkpointer.load()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def flip_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_a_damaged_one_stops_with_its_name_or_falls_back(tmp_path: Path) -> None:
+    on_ranks(save_several, 2, str(tmp_path), [2, 4])
+    path = tmp_path / "checkpoint" / "step-4" / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    messages = on_ranks(load_error, 2, str(tmp_path))
+    assert all("CorruptCheckpointError" in m and "__1_0.distcp" in m and "skip_corrupt" in m for m in messages)
+    assert on_ranks(load_and_check, 2, str(tmp_path), 2.0, skip_corrupt=True)[1] == TrainState(2)
+    flip_bit(tmp_path / "checkpoint" / "step-2" / "checksums.json", 200)
+    messages = on_ranks(load_error, 2, str(tmp_path), skip_corrupt=True)
+    assert all("none of the checkpoints" in m for m in messages)
+
+
+def test_incomplete_ones_are_skipped(tmp_path: Path) -> None:
+    on_ranks(save, 2, str(tmp_path))
+    (tmp_path / "checkpoint" / "step-7").mkdir()
+    (tmp_path / "checkpoint" / "step-8.writing").mkdir()
+    assert on_ranks(load_and_check, 2, str(tmp_path))[0] == TrainState(2, 20, 160)
+    assert not (tmp_path / "checkpoint" / "step-8.writing").exists()
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    on_ranks(save, 2, str(tmp_path))
+    (message,) = set(on_ranks(load_error, 2, str(tmp_path), load_step=5))
+    assert "load_step is 5" in message and "[2]" in message
+
+
+def save_under_limit(folder: str, on_error: str, async_mode: str) -> str:
+    """A file-size limit makes the kernel refuse the write, as a full disk does."""
+    checkpointer, run = make(folder, on_error=on_error, async_mode=async_mode)
+    with checkpointer:
+        checkpointer.save(2, TrainState(2))
+        checkpointer.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        message = ""
+        try:
+            checkpointer.save(4, TrainState(4))
+            while checkpointer._saving is not None:  # the steps that follow
+                checkpointer.check_failure()
+        except CheckpointError as error:
+            message = str(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpointer.save(6, TrainState(6))
+    return message
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_write_that_fails_on_one_rank_is_everyones_error(tmp_path: Path, on_error: str, async_mode: str) -> None:
+    messages = on_ranks(save_under_limit, 2, str(tmp_path), on_error, async_mode)
+    if on_error == "stop":
+        assert all("step-4" in message and "rank 1" in message and "too large" in message for message in messages)
+    else:
+        assert messages == ["", ""]
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-6"]
+
+
+def different_folders(folder: str) -> str:
+    checkpointer_module.PROBE_SECONDS = 0.2
+    with pytest.raises(CheckpointError) as caught:
+        make(f"{folder}/{dist.get_rank()}")
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_folders_are_told_at_start(tmp_path: Path) -> None:
+    messages = on_ranks(different_folders, 2, str(tmp_path))
+    assert all("rank 1" in message and "share" in message for message in messages)
+
+
+def export(folder: str) -> None:
+    checkpointer, run = make(folder, last_save_model_only=True, export_dtype="bfloat16")
+    with checkpointer:
+        checkpointer.save(2, TrainState(2))
+        run.fill(1.0)
+        checkpointer.save(4, TrainState(4), last=True)
+
+
+def test_model_only_export_is_cast_and_not_resumed_from(tmp_path: Path) -> None:
+    on_ranks(export, 2, str(tmp_path))
+    stored = StoredCheckpoint.open(tmp_path / "checkpoint" / "step-4")
+    assert all(key.startswith("model.") for key in stored.tensors)
+    tensor = stored.read("model.embedding")
+    assert torch.equal(tensor, expected("embedding", (11, 3), 0, 11, 1.0).bfloat16())
+    assert on_ranks(load_and_check, 2, str(tmp_path))[0] == TrainState(2)
+    (message,) = set(on_ranks(load_error, 2, str(tmp_path), load_step=4))
+    assert "model only" in message
+
+
+def load_another_model(folder: str) -> str:
+    checkpointer, run = make(folder, filled=False)
+    if dist.get_rank() == 0:
+        run.params[0] = dataclasses.replace(run.params[0], fqn="layers.9.w")
+        run.states = [state for state in run.states if state.fqn != "layers.0.w"]
+    with checkpointer, pytest.raises(CheckpointError) as caught:
+        checkpointer.load()
+    return str(caught.value)
+
+
+def test_another_model_is_refused_by_name(saved_by_4: str) -> None:
+    messages = on_ranks(load_another_model, 2, saved_by_4)
+    assert all("model.layers.0.w" in message or "model.layers.9.w" in message for message in messages)
+
+
+def resume_random(folder: str) -> tuple[list[float], list[float]]:
+    checkpointer, _ = make(folder)
+    with checkpointer:
+        random.gauss(0, 1)  # leaves a second value in Python's generator
+        checkpointer.save(2, TrainState(2))
+        before = [torch.rand(()).item(), random.random(), random.gauss(0, 1)]
+        checkpointer.load()
+        return before, [torch.rand(()).item(), random.random(), random.gauss(0, 1)]
+
+
+def test_random_states_are_restored_rank_by_rank(tmp_path: Path) -> None:
+    for before, after in on_ranks(resume_random, 2, str(tmp_path)):
+        assert before == after
+
+
+def pauses(folder: str) -> list[tuple[float, float]]:
+    """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank, in seconds."""
+    found = []
+    for async_mode in ("disabled", "async"):
+        config, run = fake_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)
+        rank, rows = dist.get_rank(), 2048
+        big = torch.ones(rows, 2048)
+        run.params = [LocalParam("big", big, (rows * dist.get_world_size(), 2048), "tail", 1, rows * rank)]
+        run.states = []
+        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.save(1, TrainState(1))  # the first background one allocates the copies
+            checkpointer.wait()
+            dist.barrier()
+            started = time.perf_counter()
+            pause = checkpointer.save(2, TrainState(2))
+            checkpointer.wait()
+            found.append((pause, time.perf_counter() - started))
+    return found
+
+
+def test_a_background_save_pauses_training_for_a_fraction_only(tmp_path: Path) -> None:
+    for (synchronous, _), (background, until_saved) in on_ranks(pauses, 2, str(tmp_path)):
+        assert background < 0.5 * synchronous  # about 0.05 on an idle machine
+        assert background < 0.5 * until_saved
