@@ -1,0 +1,131 @@
+"""The processes of a run: device, process group, the (dp_replicate, dp_shard) mesh, seeds.
+
+Owns everything that is set once per process before a model exists, NCCL's environment included. It never trains.
+Next: `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfig
+from matrixtitan.log import get_logger
+
+logger = get_logger()
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the `size` ranks of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh
+    owns_group: bool
+
+    def set_timeout(self, seconds: int) -> None:
+        """How long any collective may take from now on, in every group.
+
+        Private in PyTorch up to 2.15, which has no public way to change a timeout. Only used here.
+        """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def close(self) -> None:
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init_world(config: Config) -> World:
+    """Join the run that the launcher describes (RANK, WORLD_SIZE, ...), or be a run of one process.
+
+    An existing process group is used as it is. ValueError where the degrees in the config do not fit the ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    use_cuda = torch.cuda.is_available()
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start one process per "
+            "GPU (NPROC)"
+        )
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        _set_cuda_environment(config.comm)
+        torch.cuda.set_device(device)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        _init_group(config, device)
+    mesh = build_mesh(config.parallelism, dist.get_world_size(), device.type)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, mesh, owns_group)
+
+
+def _init_group(config: Config, device: torch.device) -> None:
+    parallelism = config.parallelism
+    if parallelism.dry_run_world_size:
+        # A backend that completes everything at once and moves nothing; PyTorch keeps it with its test tools.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=parallelism.dry_run_rank, world_size=parallelism.dry_run_world_size
+        )
+        return
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    if device.type == "cuda":
+        # gloo besides NCCL: what is agreed on outside training (checkpoints) needs no GPU
+        backend, device_id = "cpu:gloo,cuda:nccl", device
+    else:
+        backend, device_id = "gloo", None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device_id, store=dist.HashStore(), rank=0, world_size=1
+        )
+
+
+def build_mesh(parallelism: ParallelismConfig, world_size: int, device_type: str) -> DeviceMesh:
+    """The mesh with axes dp_replicate and dp_shard, both always there; shards are neighbouring ranks."""
+    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    if shards == -1:
+        shards = world_size // replicas
+    if replicas * shards != world_size:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
+            f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
+        )
+    return dist.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _set_cuda_environment(comm: CommConfig) -> None:
+    """Defaults that a user's own environment overrides. Must precede the first CUDA allocation."""
+    defaults = {
+        # memory freed by one size serves another: units come and go in every step
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # NCCL's flight recorder: what each rank was waiting for, written when a collective times out
+        "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(comm.trace_buf_size),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if comm.trace_buf_size else "0",
+        # a timed-out collective ends the process instead of hanging in clean-up
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def set_seeds(debug: DebugConfig) -> None:
+    """Seed what draws at random outside weights and data, which have generators of their own; alike on all ranks."""
+    random.seed(debug.seed)
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+        torch.use_deterministic_algorithms(True)
