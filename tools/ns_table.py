@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -73,10 +74,8 @@ def best_depth(left: Tensor, right: Tensor, add: Tensor | None, seconds: float) 
     out = left.new_empty(left.size(0), left.size(0))
     depths = [depth for depth in DEPTHS if left.size(0) % (1 << depth) == 0 and left.size(0) >> depth >= 8]
 
-    def candidate(depth: int) -> Callable[[], object]:
-        return lambda: ns.symmetric_product(left, right, out=out, depth=depth, add=add)
-
-    times = alternating_medians([candidate(depth) for depth in depths], seconds)
+    candidates = [partial(ns.symmetric_product, left, right, out=out, depth=depth, add=add) for depth in depths]
+    times = alternating_medians(candidates, seconds)
     return depths[times.index(min(times))]
 
 
@@ -89,7 +88,7 @@ def best_form(rows: int, ratio: float, seconds: float) -> ns.FormChoice:
     coefficients = (ns.QUINTIC,) * 5
     standard, gram_form = ns.FormChoice("standard", wide, square), ns.FormChoice("gram", wide, square)
     times = alternating_medians(
-        [lambda: ns._standard(x, coefficients, standard), lambda: ns._gram(x, coefficients, gram_form)], seconds
+        [partial(ns._standard, x, coefficients, standard), partial(ns._gram, x, coefficients, gram_form)], seconds
     )
     return gram_form if times[1] * MARGIN < times[0] else standard
 
@@ -103,11 +102,7 @@ def batch_limit(seconds: float) -> int:
             alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
             stack = torch.stack(matrices)
             one_by_one, batched = alternating_medians(
-                [
-                    lambda alone=alone, matrices=matrices: ns.orthogonalize(matrices, alone),
-                    lambda together=together, stack=stack: ns.orthogonalize_one(stack, together),
-                ],
-                seconds,
+                [partial(ns.orthogonalize, matrices, alone), partial(ns.orthogonalize_one, stack, together)], seconds
             )
             if batched * MARGIN > one_by_one:
                 return limit
@@ -141,13 +136,14 @@ def report(seconds: float) -> None:
         matrix = torch.randn(shape)
         wide = matrix if shape[0] <= shape[1] else matrix.mT
         before, after = alternating_medians(
-            [lambda: plain(matrix), lambda: ns.orthogonalize([matrix], settings)], seconds
+            [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
         )
         exact = plain(matrix.double())
-        errors = [(x.double() - exact).abs().max().item() for x in (plain(matrix), ns.orthogonalize([matrix], settings)[0])]
+        results = (plain(matrix), ns.orthogonalize([matrix], settings)[0])
+        errors = [(result.double() - exact).abs().max().item() for result in results]
         print(
-            f"| {shape[0]}x{shape[1]} | {ns.choose_form(wide, 'auto').form} | {before * 1e3:.3f} | {after * 1e3:.3f} "
-            f"| {before / after:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
+            f"| {shape[0]}x{shape[1]} | {ns.choose_form(wide, 'auto').form} | {before * 1e3:.3f} "
+            f"| {after * 1e3:.3f} | {before / after:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
             flush=True,
         )
 

@@ -105,15 +105,14 @@ def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> O
 
 
 def check_patterns(fqns: Iterable[str], config: OptimizerConfig) -> None:
-    """ValueError if a pattern of the optimizer's config matches none of the model's parameter names `fqns`."""
+    """ValueError if a pattern of `config.groups` matches none of the model's parameter names `fqns`."""
     names = list(fqns)
-    patterns = [("optimizer.groups", table.pattern) for table in config.groups]
-    patterns += [("optimizer.tail_patterns", pattern) for pattern in config.tail_patterns]
-    patterns += [("optimizer.per_head_patterns", pattern) for pattern in config.per_head_patterns]
-    for key, pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, n=3, cutoff=0.0)
-            raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {', '.join(near)}")
+    for table in config.groups:
+        if not any(fnmatchcase(name, table.pattern) for name in names):
+            near = ", ".join(get_close_matches(table.pattern, names, n=3, cutoff=0.0))
+            raise ValueError(
+                f"optimizer.groups: pattern {table.pattern!r} matches no parameter; the nearest names are {near}"
+            )
 
 
 def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
@@ -168,9 +167,30 @@ def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.op
     if config.name == "adamw":
         return _build_adamw(groups, config.lr, config.betas, config.eps)
     if config.name == "shampoo":
-        return Shampoo(groups, lr=config.lr)
+        return Shampoo(
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            epsilon=config.eps,
+            weight_decay=config.weight_decay,
+            max_preconditioner_dim=config.max_precond_dim,
+            precondition_frequency=config.precondition_frequency,
+            start_preconditioning_step=config.start_preconditioning_step,
+            graft=("adam", config.graft_beta, config.graft_eps) if config.graft == "adam" else None,
+            stagger=config.stagger,
+        )
     if config.name == "soap":
-        return SOAP(groups, lr=config.lr)
+        return SOAP(
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            shampoo_beta=config.shampoo_beta,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            precondition_frequency=config.precondition_frequency,
+            max_precond_dim=config.max_precond_dim,
+            stagger=config.stagger,
+        )
     raise ValueError(f"optimizer.name is {config.name!r}; choose muon, shampoo, soap or adamw")
 
 

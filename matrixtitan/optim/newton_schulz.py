@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -113,10 +113,11 @@ def _triples(coefficients: str | Sequence[float] | Sequence[Sequence[float]]) ->
     if coefficients == "polar_express":
         s = POLAR_EXPRESS_SAFETY
         return (*((a / s, b / s**3, c / s**5) for a, b, c in POLAR_EXPRESS[:-1]), POLAR_EXPRESS[-1])
-    if not isinstance(coefficients, str) and coefficients:
-        rows = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
-        if all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
-            return tuple((float(a), float(b), float(c)) for a, b, c in rows)  # type: ignore[union-attr, misc]
+    rows: list[Any] = [] if isinstance(coefficients, str) else list(coefficients)
+    if rows and not isinstance(rows[0], Sequence):
+        rows = [rows]
+    if rows and all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
+        return tuple((float(a), float(b), float(c)) for a, b, c in rows)
     raise ValueError(
         f"ns_coefficients is {coefficients!r}; give 'quintic', 'polar_express', three numbers, or a list of threes"
     )
@@ -317,22 +318,22 @@ def symmetric_product(
 
 
 class _Strips(NamedTuple):
-    """`count` runs of `size` rows, `step` rows apart, as one strided batch: views, so that nothing is copied."""
+    """`number` runs of `size` rows, `step` rows apart, as one strided batch: views, so that nothing is copied."""
 
-    count: int
+    number: int
     size: int
     step: int
 
     def rows(self, matrix: Tensor, first: int) -> Tensor:
-        """(count, size, columns): the runs from row `first` on, whole rows."""
+        """(number, size, columns): the runs from row `first` on, whole rows."""
         down, right = matrix.stride()
-        shape, strides = (self.count, self.size, matrix.size(1)), (self.step * down, down, right)
+        shape, strides = (self.number, self.size, matrix.size(1)), (self.step * down, down, right)
         return matrix.as_strided(shape, strides, matrix.storage_offset() + first * down)
 
     def squares(self, matrix: Tensor, row: int, column: int) -> Tensor:
-        """(count, size, size): squares that start at (row, column) and go down parallel to the diagonal."""
+        """(number, size, size): squares that start at (row, column) and go down parallel to the diagonal."""
         down, right = matrix.stride()
-        shape, strides = (self.count, self.size, self.size), (self.step * (down + right), down, right)
+        shape, strides = (self.number, self.size, self.size), (self.step * (down + right), down, right)
         return matrix.as_strided(shape, strides, matrix.storage_offset() + row * down + column * right)
 
 

@@ -1,0 +1,80 @@
+"""Time a whole Muon step of a model's matrices on this CPU against a loop over them in the standard form.
+
+    python tools/bench_muon.py --flavor debug
+    python tools/bench_muon.py --flavor 150M --rounds 3
+
+One thread, float32, the same 5 quintic steps, momentum and update in both. The loop's iteration is the one written in
+torch.optim.Muon, done in float32. Steps alternate, medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from matrixtitan.optim import Muon
+from matrixtitan.optim.newton_schulz import QUINTIC
+from models import build_model
+
+
+def matrices(flavor: str) -> list[nn.Parameter]:
+    """The model's hidden matrices, with random values and gradients."""
+    with torch.device("meta"):
+        model = build_model("llama3", flavor, vocab_size=4096, max_seq_len=256)
+    params = []
+    for name, meta in model.named_parameters():
+        if meta.ndim == 2 and name.startswith("layers."):
+            param = nn.Parameter(torch.randn(meta.shape) * 0.02)
+            param.grad = torch.randn(meta.shape)
+            params.append(param)
+    return params
+
+
+def loop_step(params: list[nn.Parameter], buffers: list[Tensor], lr: float = 0.02) -> None:
+    """One Muon step, matrix by matrix, in the standard form."""
+    a, b, c = QUINTIC
+    with torch.no_grad():
+        for param, buffer in zip(params, buffers, strict=True):
+            assert param.grad is not None
+            buffer.lerp_(param.grad, 0.05)
+            update = param.grad.lerp(buffer, 0.95)
+            tall = update.size(0) > update.size(1)
+            x = update.mT if tall else update
+            x = x / x.norm().clamp(min=1e-7)
+            for _ in range(5):
+                gram = x @ x.mT
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            param.add_(x.mT if tall else x, alpha=-lr * max(1, param.size(0) / param.size(1)) ** 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavor", default="debug", help="model.flavor of llama3 (default debug)")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each (default 15)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    params = matrices(arguments.flavor)
+    print(", ".join(f"{n} of {s[0]}x{s[1]}" for s, n in Counter(tuple(p.shape) for p in params).items()))
+    buffers = [torch.zeros_like(param) for param in params]
+    optimizer = Muon(params, lr=0.02, weight_decay=0.0)
+    times: dict[str, list[float]] = {"loop": [], "ours": []}
+    for _ in range(arguments.rounds + 1):
+        for name, record in times.items():
+            start = time.perf_counter()
+            if name == "loop":
+                loop_step(params, buffers)
+            else:
+                optimizer.step()
+            record.append(time.perf_counter() - start)
+    loop, ours = (median(record[1:]) for record in times.values())
+    print(f"{arguments.flavor}: loop {loop * 1e3:.1f} ms, ours {ours * 1e3:.1f} ms, ratio {loop / ours:.2f}")
+
+
+if __name__ == "__main__":
+    main()
