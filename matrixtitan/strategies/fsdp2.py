@@ -63,6 +63,8 @@ class FSDP2(DataParallel):
         self.model = model
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self.shard_group = self.shard_mesh.get_group()
+        if mesh.size() == self.shard_mesh.size():
+            mesh = self.shard_mesh  # with replicas, even one, FSDP2 all-reduces after each reduce-scatter
         self._specs = {spec.fqn: spec for spec in specs}
         self._device = device
         self._reduce_each_microbatch = reduce_each_microbatch

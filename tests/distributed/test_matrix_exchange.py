@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -59,7 +60,16 @@ def make_exchange(name: str) -> MuonExchange:
     }[name](mesh)
 
 
-def train(name: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int], float]:
+class Trained(NamedTuple):
+    """Weights and momenta after the last step, and what that step communicated."""
+
+    weights: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    calls: dict[str, int]
+    nbytes: float
+
+
+def train(name: str, steps: int) -> Trained:
     exchange = make_exchange(name)
     params = {
         fqn: nn.Parameter(distribute_tensor(value, exchange.mesh, [Shard(0)])) for fqn, value in values(0).items()
@@ -72,7 +82,7 @@ def train(name: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             exchange.step(muon)
     momenta = {fqn: muon.state[param]["momentum_buffer"].full_tensor() for fqn, param in params.items()}
     weights = {fqn: param.detach().full_tensor() for fqn, param in params.items()}
-    return weights, momenta, dict(counter.calls_by_op()), counter.logical_bytes
+    return Trained(weights, momenta, dict(counter.calls_by_op()), counter.logical_bytes)
 
 
 def reference(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -86,14 +96,17 @@ def reference(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {fqn: param.detach() for fqn, param in params.items()}, momenta
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+def train_all(steps: int) -> dict[str, Trained]:
+    return {name: train(name, steps) for name in EXCHANGES}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equals_muon_on_whole_matrices(world_size: int, name: str) -> None:
+def test_equals_muon_on_whole_matrices(world_size: int) -> None:
     weights, momenta = reference(steps=3)
-    for got_weights, got_momenta, _, _ in run_distributed(train, world_size, name, 3):
-        for fqn in SHAPES:
-            torch.testing.assert_close(got_momenta[fqn], momenta[fqn], rtol=0, atol=0)
-            torch.testing.assert_close(got_weights[fqn], weights[fqn], rtol=2e-5, atol=2e-5)
+    for results in run_distributed(train_all, world_size, 3):
+        for found in results.values():
+            torch.testing.assert_close(found.momenta, momenta, rtol=0, atol=0)
+            torch.testing.assert_close(found.weights, weights, rtol=2e-5, atol=2e-5)
 
 
 def padded_rows(rows: int, world_size: int) -> int:
@@ -107,22 +120,18 @@ def test_each_way_takes_its_own_path_and_bytes(world_size: int) -> None:
     padded = 4 * sum(padded_rows(rows, world_size) * cols for rows, cols in matrices)
     exact = 4 * sum(rows * cols for rows, cols in matrices)
 
-    for _, _, calls, nbytes in run_distributed(train, world_size, "gather_each", 1):
-        assert calls == {"all_gather_into_tensor": len(matrices)}
-        assert nbytes == pytest.approx(others * padded)
-    for _, _, calls, nbytes in run_distributed(train, world_size, "gather_once", 1):
-        assert calls == {"_allgather_base_": 2}  # one for each of Muon's parameter groups
-        assert nbytes == pytest.approx(others * padded)
-    for _, _, calls, nbytes in run_distributed(train, world_size, "gather_once_direct", 1):
-        assert calls == {"send": 2 * (world_size - 1)}
-        assert nbytes == pytest.approx(others * padded)
-    results = run_distributed(train, world_size, "all_to_all", 1)
-    assert all(set(calls) == {"alltoall_base_"} for _, _, calls, _ in results)  # no gather anywhere
-    assert all(calls["alltoall_base_"] % 2 == 0 for _, _, calls, _ in results)
-    total = sum(nbytes for _, _, _, nbytes in results)
-    diagonal = exchange_to_self(world_size)
-    assert total == pytest.approx(2 * (exact - diagonal))  # not one padded element
-    assert total <= 2 * exact
+    results = run_distributed(train_all, world_size, 1)
+    for result in results:
+        gather_each, gather_once, direct, all_to_all = (result[name] for name in EXCHANGES)
+        assert gather_each.calls == {"all_gather_into_tensor": len(matrices)}
+        assert gather_once.calls == {"_allgather_base_": 2}  # one for each of Muon's parameter groups
+        assert direct.calls == {"send": 2 * (world_size - 1)}
+        for gathered in (gather_each, gather_once, direct):
+            assert gathered.nbytes == pytest.approx(others * padded)
+        assert set(all_to_all.calls) == {"alltoall_base_"}, "no gather anywhere"
+        assert all_to_all.calls["alltoall_base_"] % 2 == 0
+    total = sum(result["all_to_all"].nbytes for result in results)
+    assert total == pytest.approx(2 * (exact - exchange_to_self(world_size))), "not one padded element"
 
 
 def exchange_to_self(world_size: int) -> int:
