@@ -10,32 +10,29 @@ from __future__ import annotations
 import gc
 import json
 import math
-import random
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.config import Config
+from matrixtitan.config import Config, to_toml
 from matrixtitan.data.dataloader import build_dataloader, build_validation_loader
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
-from matrixtitan.metrics import Metrics, StepReport
+from matrixtitan.mesh import init_world, set_seeds
+from matrixtitan.metrics import Metrics
 from matrixtitan.optim.lr_schedule import LRSchedule
-from matrixtitan.parallelize import parallelize
+from matrixtitan.parallelize import dtype_of, parallelize
 from matrixtitan.profiler import Profiler
 from models import build_model
+from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
-
-Batch = tuple[Tensor, Tensor]  # tokens and labels, each (B, T) int64
 
 
 class NonFiniteError(RuntimeError):
@@ -124,7 +121,6 @@ class Trainer:
 
         # Where to start from, and the data from there on
         self.state = TrainState()
-        self.checkpointer = self._open_checkpoints()
         self.batches = iter(
             build_dataloader(config, self.tokenizer, self.world.rank, self.world.size, self.state.window)
         )
@@ -191,7 +187,6 @@ class Trainer:
                     self._log(step, loss, grad_norm)
                 if self._is_validation_step(step, last):
                     self.validate(step)
-                self._save(step, last)
 
                 profiler.step()
                 self.metrics.progress(step)
@@ -272,7 +267,9 @@ class Trainer:
         with self.metrics.timer.phase("validation"):
             self.model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
-            for tokens, labels in self.validation_batches():
+            for tokens, labels in build_validation_loader(
+                self.config, self.tokenizer, self.world.rank, self.world.size
+            ):
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)
                 total[1] += (labels != IGNORE_INDEX).sum()
