@@ -309,8 +309,11 @@ def _communication(
             _compare_plans(plan, replicas, device)
         if plan.world_size > 1:
             ranks = dist.get_process_group_ranks(shard_group)
-            chosen = _transport_class(transport, plan, dist.get_backend(shard_group))
-            transports = [chosen(dist.new_group(ranks, use_local_synchronization=True)) for _ in range(2)]
+            backend = _backend(shard_group, device)
+            chosen = _transport_class(transport, plan, backend)
+            transports = [
+                chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True)) for _ in range(2)
+            ]
     return (
         Communication(
             rank=rank,
@@ -328,7 +331,15 @@ def _communication(
     )
 
 
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries `device`'s tensors in a group that may have several backends, such as "cpu:gloo,cuda:nccl"."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends[device.type]
+
+
 def _transport_class(name: str, plan: Plan, backend: str) -> type[Transport]:
+    if backend == "fake":  # a dry run: nothing travels
+        return Grouped
     if name == "auto":
         # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))

@@ -35,6 +35,7 @@ class Transport(ABC):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.on_nccl = dist.get_backend(group) == "nccl"
 
     @abstractmethod
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]: ...
@@ -52,7 +53,7 @@ class Grouped(Transport):
     name = "grouped"
 
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        if self.group.name() == "nccl":
+        if self.on_nccl:
             with _coalesced(self.group, pieces):
                 for owner, tensor in pieces:
                     dist.broadcast(tensor, group=self.group, group_src=owner)
@@ -63,7 +64,7 @@ class Grouped(Transport):
         ]
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        if self.group.name() == "nccl":
+        if self.on_nccl:
             with _coalesced(self.group, pieces):
                 for owner, tensor in pieces:
                     dist.reduce(tensor, group=self.group, group_dst=owner)
@@ -111,7 +112,7 @@ class Star(Transport):
     def _exchange(self, messages: list[_Message]) -> list[Work]:
         if not messages:
             return []
-        if self.group.name() == "nccl":  # one launch: NCCL's sends would wait for each other one by one
+        if self.on_nccl:  # one launch: NCCL's sends would wait for each other one by one
             operations = [dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages]
             return list(dist.batch_isend_irecv(operations))
         return [
