@@ -141,15 +141,8 @@ def _transient(
     if strategy in ("zero1_owner", "ddp"):
         if precision.compute == precision.stored:
             return []
-        numel = max(spec.numel for spec in specs) if specs else 0
-        return [
-            Term(
-                "largest weight as cast",
-                precision.compute,
-                numel * precision.compute_bytes,
-                "forward_backward",
-            )
-        ]
+        cast = sum(spec.numel for spec in specs) * precision.compute_bytes
+        return [Term("weights as autocast casts them", precision.compute, cast, "forward_backward")]
     units = unit_sizes(specs)
     window = len(units) if keep_all else 1 + prefetch
     gathered = _largest_window([unit.numel for unit in units], window)

@@ -190,7 +190,7 @@ class _Placement:
                 self._give(index, rank, self._count(index))
 
     def pour_large_tails(self) -> None:
-        """Cut large tail tensors by rows in proportion to what each rank lacks below the common level.
+        """Cut large tail tensors by rows in proportion to what each rank lacks below the level.
 
         Coarse rows first, so that fine ones even out the rounding.
         """
@@ -198,15 +198,25 @@ class _Placement:
             self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn)
         )
         left = sum(map(self._held_bytes, order))
+        receivers = self._receivers(left)
         for index in order:
-            level = water_level(self.bytes, left)
-            lacks = [max(0, level - held) for held in self.bytes]
-            worthwhile = [lack if lack * SLIVER > level else 0 for lack in lacks]
+            level = water_level([self.bytes[rank] for rank in receivers], left)
+            lacks = [max(0, level - self.bytes[rank]) for rank in receivers]
             left -= self._held_bytes(index)
-            parts = _proportional(self._count(index), worthwhile if any(worthwhile) else lacks)
-            for rank, blocks in enumerate(parts):
+            parts = _proportional(self._count(index), lacks)
+            for rank, blocks in zip(receivers, parts, strict=True):
                 if blocks:
                     self._give(index, rank, blocks)
+
+    def _receivers(self, poured: int) -> list[int]:
+        """Ranks worth pouring onto: all, or those that lack more than a sliver if the level bears it."""
+        level = water_level(self.bytes, poured)
+        ranks = [rank for rank, held in enumerate(self.bytes) if (level - held) * SLIVER > level]
+        if not ranks or water_level([self.bytes[rank] for rank in ranks], poured) * SLIVER > (
+            level * (SLIVER + 1)
+        ):
+            return list(range(self.world_size))
+        return ranks
 
     def plan(self) -> Plan:
         """Lay each parameter's blocks out in rank order, one segment a rank."""

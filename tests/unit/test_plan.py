@@ -103,6 +103,22 @@ def test_large_tails_are_cut_by_rows() -> None:
         assert max(rows) - min(rows) <= 10  # matrices are even at 8 ranks, so the tables are
 
 
+def test_two_tables_fill_every_gap_together() -> None:
+    """What the first table leaves of a gap may be a sliver; the second must fill it all the same."""
+    stored = PlanSettings(param_bytes=2, grad_bytes=2, state_bytes=2)
+    resident, _ = _balance(make_plan(llama_specs(**LLAMA_405B), 128, stored), stored)
+    assert resident <= 1.002
+
+
+def test_one_deep_gap_does_not_take_all_slivers() -> None:
+    """99 ranks lack 0.4% each and one lacks more: filling the one alone would overfill it."""
+    specs = [_matrix(f"m{i:02}", 996, 100) for i in range(99)] + [_matrix("small", 600, 100)]
+    table = (4 * 99 + 400) * 12 // 16
+    specs.append(ParamSpec("table", (table, 100), "tail", "u", 1))
+    resident, _ = _balance(make_plan(specs, 100))
+    assert resident <= 1.006
+
+
 def test_a_stack_is_cut_between_slices_evenly() -> None:
     stack = ParamSpec("experts", (64, 128, 512), "matrix", "u", 1)
     assert [s.rows for s in make_plan([stack], 8).by_fqn["experts"].segments] == [8] * 8

@@ -1,0 +1,339 @@
+#!/usr/bin/env python
+"""Who would own what, and what it would cost: a job planned without its machines.
+
+    tools/plan.py --config llama_8b.toml --world-size 64 [--replicas R] [--gpus-per-node 8] [--json]
+
+Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every strategy and
+transport, and each strategy's memory, term by term. Any `--section.key value` of the config may follow. Nothing is
+allocated and nothing measured: the formulas are in `matrixtitan/plan/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matrixtitan.config import Config, load_config
+from matrixtitan.data.tokenizer import load_tokenizer
+from matrixtitan.parallelize import model_specs, plan_settings
+from matrixtitan.plan.memory import Precision
+from matrixtitan.plan.planner import make_plan
+from matrixtitan.plan.report import Job, Machine, report
+from matrixtitan.plan.shard import ParamSpec
+from models import build_model
+from models.llama import Llama
+
+LLAMA3_VOCAB = 128256
+"""Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
+
+
+class Vocabulary(NamedTuple):
+    size: int
+    origin: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, overrides = _parser().parse_known_args(argv)
+    try:
+        figures = plan_report(options, load_config(["--config", options.config, *overrides]))
+    except ValueError as error:
+        print(f"tools/plan.py: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(figures) if options.json else "\n".join(_lines(figures)))
+    return 0
+
+
+def plan_report(options: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The report of `config` on the machines that the command line describes."""
+    vocabulary = _vocabulary(options.vocab_size, config)
+    with torch.device("meta"):
+        model = build_model(
+            config.model.name,
+            config.model.flavor,
+            vocab_size=vocabulary.size,
+            max_seq_len=config.training.seq_len,
+            tie_embeddings=config.model.tie_embeddings,
+        )
+    parallelism, training = config.parallelism, config.training
+    job = Job(
+        world_size=options.world_size,
+        replicas=options.replicas or parallelism.data_parallel_replicate_degree,
+        gathered_once=_gathered_once(model, parallelism.fsdp_reshard_after_forward),
+        keep_all=parallelism.fsdp_reshard_after_forward == "never",
+        prefetch=parallelism.prefetch,
+        microbatches=options.microbatches,
+    )
+    machine = Machine(
+        ranks_per_host=options.gpus_per_node,
+        link_rate=options.link_gbit * 1e9 / 8,
+        local_rate=options.local_gbit * 1e9 / 8,
+        message_seconds=options.message_us * 1e-6,
+        backend=options.backend,
+        memory_bytes=options.gpu_memory_gb * 1e9,
+    )
+    precision = Precision(
+        stored=training.dtype,
+        compute=training.mixed_precision_param,
+        reduce=training.mixed_precision_reduce,
+        update=_update_dtype(config.optimizer.ns_dtype, options.backend),
+    )
+    specs = model_specs(model, config)
+    settings = plan_settings(config)
+    plan = make_plan(specs, job.shard_ranks, settings)
+    return {
+        "model": _model_figures(model, config, vocabulary, specs),
+        **report(specs, plan, settings, precision, job, machine),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/plan.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", required=True, help="a TOML file, or its name under train_configs/"
+    )
+    parser.add_argument("--world-size", type=_count, required=True, help="ranks of the whole job")
+    parser.add_argument(
+        "--replicas", type=_count, help="HSDP: shard groups that each hold the model [the config's]"
+    )
+    parser.add_argument("--gpus-per-node", type=_count, default=8, help="ranks of a host [8]")
+    parser.add_argument(
+        "--link-gbit",
+        type=_rate,
+        default=200.0,
+        help="a host's network link, one way, in Gbit/s [200]",
+    )
+    parser.add_argument(
+        "--local-gbit",
+        type=_rate,
+        default=inf,
+        help="a rank's link inside its host, in Gbit/s [free]",
+    )
+    parser.add_argument(
+        "--message-us", type=float, default=0.0, help="latency of a message in microseconds [0]"
+    )
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="[nccl]")
+    parser.add_argument(
+        "--gpu-memory-gb", type=_rate, default=80.0, help="memory of a rank, in GB [80]"
+    )
+    parser.add_argument("--vocab-size", type=_count, help="[the tokenizer's]")
+    parser.add_argument(
+        "--microbatches", type=_count, default=1, help="per rank and step, each reduced [1]"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def _vocabulary(given: int | None, config: Config) -> Vocabulary:
+    """From the command line, else the config's tokenizer, else Llama 3's where that file is not here."""
+    if given:
+        return Vocabulary(given, "--vocab-size")
+    path = config.model.tokenizer_path
+    if path and not Path(path).expanduser().exists():
+        return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
+    return Vocabulary(load_tokenizer(path).n_words, path or "the embedded tokenizer")
+
+
+def _gathered_once(model: Llama, reshard_after_forward: str) -> list[str]:
+    """Units that backward does not gather again: those kept after forward, and a lone embedding."""
+    names = ["+".join(modules) for modules in model.unit_names()]
+    kept = {"never": names, "default": names[-1:], "always": []}[reshard_after_forward]
+    lookups = [
+        "+".join(modules)
+        for modules in model.unit_names()
+        if all(isinstance(model.get_submodule(module), nn.Embedding) for module in modules)
+    ]
+    return [*kept, *lookups]
+
+
+def _update_dtype(ns_dtype: str, backend: str) -> str:
+    """What FSDP2's exchanges put on the wire: the dtype that Newton-Schulz starts from."""
+    if ns_dtype != "auto":
+        return ns_dtype
+    return "bfloat16" if backend == "nccl" else "float32"
+
+
+def _model_figures(
+    model: Llama, config: Config, vocabulary: Vocabulary, specs: Sequence[ParamSpec]
+) -> dict[str, Any]:
+    matrices = [spec for spec in specs if spec.role == "matrix"]
+    return {
+        "name": config.model.name,
+        "flavor": config.model.flavor,
+        "vocab_size": vocabulary.size,
+        "vocab_from": vocabulary.origin,
+        "parameters": model.num_parameters,
+        "matrices": len(matrices),
+        "matrix_parameters": sum(spec.numel for spec in matrices),
+    }
+
+
+# ---------------------------------------------------------------- the printed form
+
+
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
+    model, balance = figures["model"], figures["balance"]
+    yield (
+        f"{model['name']} {model['flavor']}: {model['parameters'] / 1e9:.2f} B parameters, {model['matrices']} matrices; "
+        f"vocabulary {model['vocab_size']} ({model['vocab_from']})"
+    )
+    groups = (
+        f"{figures['replicas']} replicas of {figures['shard_ranks']}"
+        if figures["replicas"] > 1
+        else "one group"
+    )
+    yield (
+        f"{figures['world_size']} ranks, {groups}, {figures['ranks_per_host']} a host, {figures['backend']}, "
+        f"{figures['link_gbit']:g} Gbit/s a host; {figures['matrix_optimizer']}; plan {figures['digest'][:16]}"
+    )
+    yield ""
+    yield f"balance.resident_bytes   {balance['resident_bytes']:.4f}   (max / mean over ranks)"
+    yield (
+        f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}   ({figures['ns_steps']} Newton-Schulz steps, "
+        f"{figures['ns_form']} form)"
+        if figures["matrix_optimizer"] == "muon"
+        else f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}"
+    )
+    for section in (_owner_lines, _rank_lines, _unit_lines, _traffic_lines, _memory_lines):
+        yield ""
+        yield from section(figures)
+
+
+def _owner_lines(figures: dict[str, Any]) -> Iterator[str]:
+    """Ranks with the same matrices on one line; the tail's rows are in the bytes below."""
+    held: list[Counter[str]] = [Counter() for _ in range(figures["shard_ranks"])]
+    for shard in figures["owners"]:
+        if shard["role"] == "matrix":
+            for rank, start, stop in shard["segments"]:
+                blocks = (stop - start) // shard["block_rows"]
+                shape = [shard["block_rows"], *shard["shape"][1:]]
+                if len(shape) > 2:
+                    shape = shape[1:]
+                held[rank]["x".join(map(str, shape))] += blocks
+    yield "matrices by owner"
+    contents = [
+        ", ".join(f"{count} of {shape}" for shape, count in sorted(c.items(), reverse=True))
+        for c in held
+    ]
+    for content, ranks in groupby(range(len(contents)), key=lambda rank: contents[rank]):
+        span = list(ranks)
+        name = f"rank {span[0]}" if len(span) == 1 else f"ranks {span[0]}-{span[-1]}"
+        yield f"  {name:<18} {content or 'no matrix'}"
+    cut = Counter(
+        len(shard["segments"]) for shard in figures["owners"] if len(shard["segments"]) > 1
+    )
+    for segments, count in sorted(cut.items()):
+        yield f"  {count} parameters are cut into {segments} segments"
+
+
+def _rank_lines(figures: dict[str, Any]) -> Iterator[str]:
+    yield f"{'resident GB a rank':<22}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}{'TFLOP a step':>14}"
+    ranks = figures["ranks"]
+    order = sorted(ranks, key=lambda rank: rank["total"])
+    for name, rank in (("emptiest", order[0]), ("fullest", order[-1])):
+        sizes = [rank[kind] for kind in ("parameters", "gradients", "optimizer_state", "total")]
+        label = f"{name} (rank {rank['rank']})"
+        yield (
+            f"{label:<22}"
+            + "".join(f"{_gb(size):>12}" for size in sizes)
+            + f"{rank['optimizer_flops'] / 1e12:>14.3f}"
+        )
+
+
+def _unit_lines(figures: dict[str, Any]) -> Iterator[str]:
+    """One line for each of the first, a middle and the last unit: blocks differ little."""
+    units = figures["units"]
+    chosen = sorted({0, len(units) // 2, len(units) - 1}) if units else []
+    yield (
+        f"{'one unshard, ms':<18}{'MB':>10}{'owners':>8}{'min share':>11}{'max share':>11}"
+        f"{'grouped':>10}{'ring':>10}{'star':>10}{'all-gather':>12}  auto"
+    )
+    for unit in (units[index] for index in chosen):
+        times = unit["unshard_seconds"]
+        yield (
+            f"{unit['name']:<18}{unit['bytes'] / 1e6:>10.1f}{unit['owners']:>8}"
+            f"{_share(unit, 'min_share'):>11}{_share(unit, 'max_share'):>11}"
+            + "".join(f"{times[name] * 1e3:>10.2f}" for name in ("grouped", "ring", "star"))
+            + f"{times['all_gather'] * 1e3:>12.2f}  {unit['auto']}"
+        )
+
+
+def _share(unit: dict[str, Any], key: str) -> str:
+    return f"{100 * unit[key] / unit['bytes']:.1f}%" if unit["bytes"] else "-"
+
+
+def _traffic_lines(figures: dict[str, Any]) -> Iterator[str]:
+    header = f"{'a rank GB':>12}{'a link GB':>12}{'ms':>10}"
+    yield f"{'one step':<28}{'forward + backward':>34}{'optimizer':>34}"
+    yield f"{'':<28}{header}{header}"
+    for name, transport in figures["transports"].items():
+        times = [
+            transport["rank_bytes_at_most"],
+            transport["link_bytes_at_most"],
+            transport["seconds"],
+        ]
+        yield f"{'matrix_fsdp, ' + name + ' (most)':<28}{_sent(*times)}{_sent(0, 0, 0.0)}"
+    for name, phases in figures["strategies"].items():
+        mean = name + (" (mean)" if name == "matrix_fsdp" else "")
+        yield f"{mean:<28}" + "".join(
+            _sent(
+                phases[phase]["rank_bytes"], phases[phase]["link_bytes"], phases[phase]["seconds"]
+            )
+            for phase in ("forward_backward", "optimizer")
+        )
+        if "replicas" in phases and name == "matrix_fsdp":
+            sent = phases["replicas"]
+            yield f"{'  gradients over replicas':<28}{_sent(sent['rank_bytes'], sent['link_bytes'], sent['seconds'])}"
+
+
+def _sent(rank_bytes: float, link_bytes: float, seconds: float) -> str:
+    return f"{_gb(rank_bytes):>12}{_gb(link_bytes):>12}{seconds * 1e3:>10.1f}"
+
+
+def _memory_lines(figures: dict[str, Any]) -> Iterator[str]:
+    yield "memory of the fullest rank, GB (activations apart)"
+    for name, memory in figures["memory"].items():
+        yield f"  {name:<20}{_gb(memory['peak_bytes']):>10} peak{'' if memory['fits'] else '   DOES NOT FIT'}"
+        for term in memory["terms"]:
+            note = {
+                "resident": "",
+                "forward_backward": "  in forward and backward",
+                "optimizer": "  in the step",
+            }
+            yield f"    {term['name']:<34}{term['dtype']:<10}{_gb(term['bytes']):>10}{note[term['phase']]}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
