@@ -335,7 +335,7 @@ class Metrics:
     def _gather_columns(self, mine: Sequence[float]) -> list[list[float]]:
         """Every rank's figures: result[figure][rank]."""
         row = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        rows = [torch.empty_like(row) for _ in range(self._world_size)]
+        rows = [row.clone() for _ in range(self._world_size)]
         dist.all_gather(rows, row)
         table: list[list[float]] = torch.stack(rows).T.tolist()
         return table

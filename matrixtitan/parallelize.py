@@ -105,7 +105,10 @@ def _matrix_fsdp(
         mesh=mesh,
         plan=plan,
         device=device,
-        mp_policy=MixedPrecisionPolicy(**_precision(config)),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=dtype_of(config.training.mixed_precision_param),
+            reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
+        ),
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         transport=parallelism.transport,
         prefetch=parallelism.prefetch,
@@ -123,10 +126,11 @@ def _fsdp2(
         model,
         specs,
         units=model.unit_names(),
-        mesh=mesh,
+        mesh=mesh if mesh.size(0) > 1 else mesh["dp_shard"],  # an axis of one would still be all-reduced over
         device=device,
         dtype=dtype_of(config.training.dtype),
-        **_precision(config),
+        param_dtype=dtype_of(config.training.mixed_precision_param),
+        reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         reduce_each_microbatch=parallelism.reduce_each_microbatch,
         transports=parallelism.fsdp2_transports,
@@ -139,21 +143,25 @@ def _fsdp2(
 def _zero1_owner(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
 ) -> Parallelized:
-    return Parallelized(Zero1Owner(model, specs, device=device, **_precision(config)), None, _nothing_to_close)
+    return Parallelized(_replica(Zero1Owner, model, specs, config, device), None, _nothing_to_close)
 
 
 def _ddp(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
 ) -> Parallelized:
-    return Parallelized(DDP(model, specs, device=device, **_precision(config)), None, _nothing_to_close)
+    return Parallelized(_replica(DDP, model, specs, config, device), None, _nothing_to_close)
 
 
-def _precision(config: Config) -> dict[str, torch.dtype]:
-    training = config.training
-    return {
-        "param_dtype": dtype_of(training.mixed_precision_param),
-        "reduce_dtype": dtype_of(training.mixed_precision_reduce),
-    }
+def _replica(
+    kind: type[DDP], model: Llama, specs: list[ParamSpec], config: Config, device: torch.device
+) -> DataParallel:
+    return kind(
+        model,
+        specs,
+        device=device,
+        param_dtype=dtype_of(config.training.mixed_precision_param),
+        reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
+    )
 
 
 def _nothing_to_close() -> None:

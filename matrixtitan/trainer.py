@@ -206,7 +206,7 @@ class Trainer:
             with self.metrics.timer.phase("forward_backward"):
                 self.strategy.set_reduce_gradients(microbatch == self.microbatches - 1)
                 loss = self.strategy.model(tokens, labels) / self.tokens_per_step
-                # 1 for a number and nan for anything else, so that one rank's bad loss is in every rank's gradient norm.
+                # 1, or nan where the loss is no number: so one rank's bad loss is in every rank's gradient norm
                 loss.backward(gradient=loss.detach() * 0 + 1)
                 loss_sum += loss.detach()
         return loss_sum
@@ -224,7 +224,7 @@ class Trainer:
 
     def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """All ranks are here together: find out where it began, then stop or skip."""
-        losses = [torch.empty_like(loss) for _ in range(self.world.size)]
+        losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
         where = f"the loss of ranks {bad}" if bad else "no loss, but gradients: they overflowed in backward"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer, microbatches_per_step
