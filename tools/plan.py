@@ -20,12 +20,13 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from matrixtitan.config import Config, load_config
+from matrixtitan.config import Config, config_from_dict, find_config, load_config
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.parallelize import model_specs, plan_settings
 from matrixtitan.plan.memory import Precision
@@ -35,6 +36,7 @@ from matrixtitan.plan.shard import ParamSpec
 from models import build_model
 from models.llama import Llama
 
+WITHOUT_FILES = ("--model.tokenizer_path", "", "--data.sources", '[{type = "python_stdlib"}]')
 LLAMA3_VOCAB = 128256
 """Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
 
@@ -47,7 +49,7 @@ class Vocabulary(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(argv)
     try:
-        figures = plan_report(options, load_config(["--config", options.config, *overrides]))
+        figures = plan_report(options, overrides)
     except ValueError as error:
         print(f"tools/plan.py: {error}", file=sys.stderr)
         return 2
@@ -55,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan_report(options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """The report of `config` on the machines that the command line describes."""
-    vocabulary = _vocabulary(options.vocab_size, config)
+def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The report of a config on the machines that the command line describes."""
+    # a plan reads neither data nor text, so the config's files need not be here; overrides come last
+    config = load_config(["--config", options.config, *WITHOUT_FILES, *overrides])
+    vocabulary = _vocabulary(options, config, overrides)
     with torch.device("meta"):
         model = build_model(
             config.model.name,
@@ -152,13 +156,18 @@ def _rate(text: str) -> float:
     return value
 
 
-def _vocabulary(given: int | None, config: Config) -> Vocabulary:
-    """From the command line, else the config's tokenizer, else Llama 3's where that file is not here."""
-    if given:
-        return Vocabulary(given, "--vocab-size")
+def _vocabulary(
+    options: argparse.Namespace, config: Config, overrides: Sequence[str]
+) -> Vocabulary:
+    """From the command line, else the config's tokenizer, or Llama 3's size where its file is not here."""
+    if options.vocab_size:
+        return Vocabulary(options.vocab_size, "--vocab-size")
     path = config.model.tokenizer_path
-    if path and not Path(path).expanduser().exists():
-        return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
+    if not any(override.startswith("--model.tokenizer_path") for override in overrides):
+        file = find_config(options.config)
+        path = config_from_dict(tomli.loads(file.read_text()), str(file)).model.tokenizer_path
+        if path and not Path(path).expanduser().exists():
+            return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
     return Vocabulary(load_tokenizer(path).n_words, path or "the embedded tokenizer")
 
 
@@ -255,7 +264,7 @@ def _owner_lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _rank_lines(figures: dict[str, Any]) -> Iterator[str]:
-    yield f"{'resident GB a rank':<22}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}{'TFLOP a step':>14}"
+    yield f"{'resident, by rank':<22}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}{'GFLOP a step':>14}"
     ranks = figures["ranks"]
     order = sorted(ranks, key=lambda rank: rank["total"])
     for name, rank in (("emptiest", order[0]), ("fullest", order[-1])):
@@ -263,8 +272,8 @@ def _rank_lines(figures: dict[str, Any]) -> Iterator[str]:
         label = f"{name} (rank {rank['rank']})"
         yield (
             f"{label:<22}"
-            + "".join(f"{_gb(size):>12}" for size in sizes)
-            + f"{rank['optimizer_flops'] / 1e12:>14.3f}"
+            + "".join(f"{_size(size):>12}" for size in sizes)
+            + f"{rank['optimizer_flops'] / 1e9:>14.1f}"
         )
 
 
@@ -291,7 +300,7 @@ def _share(unit: dict[str, Any], key: str) -> str:
 
 
 def _traffic_lines(figures: dict[str, Any]) -> Iterator[str]:
-    header = f"{'a rank GB':>12}{'a link GB':>12}{'ms':>10}"
+    header = f"{'a rank':>12}{'a link':>12}{'ms':>10}"
     yield f"{'one step':<28}{'forward + backward':>34}{'optimizer':>34}"
     yield f"{'':<28}{header}{header}"
     for name, transport in figures["transports"].items():
@@ -315,24 +324,27 @@ def _traffic_lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _sent(rank_bytes: float, link_bytes: float, seconds: float) -> str:
-    return f"{_gb(rank_bytes):>12}{_gb(link_bytes):>12}{seconds * 1e3:>10.1f}"
+    return f"{_size(rank_bytes):>12}{_size(link_bytes):>12}{seconds * 1e3:>10.1f}"
 
 
 def _memory_lines(figures: dict[str, Any]) -> Iterator[str]:
-    yield "memory of the fullest rank, GB (activations apart)"
+    yield "memory of the fullest rank (activations apart)"
     for name, memory in figures["memory"].items():
-        yield f"  {name:<20}{_gb(memory['peak_bytes']):>10} peak{'' if memory['fits'] else '   DOES NOT FIT'}"
+        yield f"  {name:<20}{_size(memory['peak_bytes']):>10} peak{'' if memory['fits'] else '   DOES NOT FIT'}"
         for term in memory["terms"]:
             note = {
                 "resident": "",
                 "forward_backward": "  in forward and backward",
                 "optimizer": "  in the step",
             }
-            yield f"    {term['name']:<34}{term['dtype']:<10}{_gb(term['bytes']):>10}{note[term['phase']]}"
+            yield f"    {term['name']:<34}{term['dtype']:<10}{_size(term['bytes']):>10}{note[term['phase']]}"
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3f}"
+def _size(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 1e3:.1f} kB" if size else "0"
 
 
 if __name__ == "__main__":

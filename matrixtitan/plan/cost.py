@@ -56,6 +56,7 @@ class CostSettings:
 
     `state_bytes`: of Muon's momentum and AdamW's moments. `max_precond_dim`: SOAP leaves a longer
     side without a factor, Shampoo cuts it into blocks of that length; None takes every side whole.
+    `shampoo_moments`: the averaged gradient and the grafted Adam's moment; fewer where it has none.
     `precondition_frequency` spreads the cubic refreshes over the steps between them.
     """
 
@@ -67,6 +68,7 @@ class CostSettings:
     ns_form: NewtonSchulzForm = "standard"
     precondition_frequency: int = 10
     max_precond_dim: int | None = None
+    shampoo_moments: int = 2
 
     def __post_init__(self) -> None:
         if self.matrix_optimizer not in ("muon", "shampoo", "soap", "adamw"):
@@ -150,7 +152,7 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
     """Elements of the state of one (R, C) matrix, by name; step counters are not counted.
 
     Muon: momentum. AdamW: both moments. Shampoo: factors and inverse roots (R^2 and C^2 each), the
-    averaged gradient, the grafted Adam's second moment. SOAP: factors and eigenbases, both moments.
+    averaged gradient and the grafted Adam's moment. SOAP: factors and eigenbases, both moments.
     """
     numel, square = rows * cols, _factors(rows, cols, settings).squares
     match settings.matrix_optimizer:
@@ -159,7 +161,8 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
         case "adamw":
             return {"exp_avg": numel, "exp_avg_sq": numel}
         case "shampoo":
-            return {"factors": square, "roots": square, "exp_avg": numel, "graft_avg_sq": numel}
+            moments = settings.shampoo_moments * numel
+            return {"factors": square, "roots": square, "moments": moments}
         case "soap":
             return {"factors": square, "bases": square, "exp_avg": numel, "exp_avg_sq": numel}
 

@@ -64,8 +64,7 @@ def test_shampoo_cuts_long_sides_into_blocks() -> None:
     assert state_elements(6, 10, settings) == {
         "factors": factors,
         "roots": factors,
-        "exp_avg": 60,
-        "graft_avg_sq": 60,
+        "moments": 2 * 60,
     }
     assert optimizer_flops(6, 10, settings) < optimizer_flops(6, 10, CostSettings("shampoo"))
 

@@ -1,0 +1,54 @@
+"""The state bytes that a plan reckons with are those that the optimizers allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from matrixtitan.optim import SOAP, Muon, Shampoo
+from matrixtitan.plan.cost import CostSettings, segment_bytes
+from matrixtitan.plan.shard import ParamSpec
+
+SHAPES = [(6, 10), (24, 8), (16, 16), (3, 8, 12)]
+
+
+def _allocated(optimizer: Any) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"  # counters are not counted
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        (lambda p: Muon([p]), {"matrix_optimizer": "muon"}),
+        (lambda p: SOAP([p]), {"matrix_optimizer": "soap", "max_precond_dim": 10000}),
+        (
+            lambda p: SOAP([p], max_precond_dim=9),
+            {"matrix_optimizer": "soap", "max_precond_dim": 9},
+        ),
+        (lambda p: Shampoo([p]), {"matrix_optimizer": "shampoo", "max_precond_dim": 1024}),
+        (
+            lambda p: Shampoo([p], max_preconditioner_dim=5, graft=None),
+            {"matrix_optimizer": "shampoo", "max_precond_dim": 5, "shampoo_moments": 1},
+        ),
+    ],
+    ids=["muon", "soap", "soap_onesided", "shampoo", "shampoo_blocks"],
+)
+def test_state_bytes(
+    build: Any, settings: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    optimizer = build(param)
+    optimizer.allocate_state()
+    rows = shape[0]
+    spec = ParamSpec("p", shape, "matrix", "u", rows if len(shape) == 2 else 1)
+    stored = CostSettings(param_bytes=dtype.itemsize, state_bytes=dtype.itemsize, **settings)
+    assert segment_bytes(spec, rows, stored).optimizer_state == _allocated(optimizer)

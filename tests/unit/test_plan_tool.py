@@ -1,0 +1,147 @@
+"""tools/plan.py: its figures for known jobs, its printed form, its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.plan import main
+
+CONFIG = """
+[model]
+flavor = "8B"
+tokenizer_path = "/nowhere/tokenizer.model"
+[training]
+steps = 1000
+seq_len = 8192
+global_batch_size = 1024
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "llama.toml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main([*argv, "--json"]) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
+
+
+def test_llama_8b_on_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = _report(capsys, "--config", config, "--world-size", "64")
+    assert figures["model"]["vocab_size"] == 128256
+    assert figures["model"]["vocab_from"].startswith("Llama 3's, since /nowhere")
+    assert figures["balance"]["resident_bytes"] <= 1.02
+    assert figures["balance"]["optimizer_flops"] <= 1.08
+    assert len(figures["ranks"]) == 64
+    parameters = figures["model"]["parameters"]
+    assert sum(rank["parameters"] for rank in figures["ranks"]) == 4 * parameters
+    assert {owner["fqn"] for owner in figures["owners"]} >= {"layers.31.feed_forward.w2.weight"}
+    # c ((1 + resharded) b + g): the embedding and the head are gathered once, b = 2, g = 4
+    once = 2 * 128256 * 4096 + 4096
+    expected = 63 / 64 * ((2 * parameters - once) * 2 + parameters * 4)
+    ours = figures["strategies"]["matrix_fsdp"]
+    assert ours["forward_backward"]["rank_bytes"] == pytest.approx(expected, rel=1e-9)
+    assert ours["optimizer"]["rank_bytes"] == 0
+    grouped, star = figures["transports"]["grouped"], figures["transports"]["star"]
+    assert grouped["rank_bytes_at_most"] == pytest.approx(expected, rel=0.02)
+    assert grouped["seconds"] == pytest.approx(grouped["link_bytes_at_most"] / 25e9)
+    assert star["seconds"] > 10 * grouped["seconds"]
+
+
+def test_memory_of_32b_on_64_ranks_in_bfloat16(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published picture: ours near 10 GB a rank, zero1_owner past 80 GB."""
+    overrides = ("--model.flavor", "32B", "--training.dtype", "bfloat16")
+    memory = _report(capsys, "--config", config, "--world-size", "64", *overrides)["memory"]
+    assert 9e9 < memory["matrix_fsdp"]["peak_bytes"] < 11e9
+    assert memory["matrix_fsdp"]["fits"]
+    assert memory["zero1_owner"]["peak_bytes"] > 80e9
+    assert not memory["zero1_owner"]["fits"] and not memory["ddp"]["fits"]
+    assert memory["fsdp2_all_to_all"]["peak_bytes"] > memory["matrix_fsdp"]["peak_bytes"]
+    for strategy in memory.values():
+        resident = [term for term in strategy["terms"] if term["phase"] == "resident"]
+        assert [term["name"] for term in resident][:2] == ["parameters", "gradients"]
+        assert {term["dtype"] for term in resident} == {"bfloat16"}
+
+
+def test_replicas_share_owners_and_reduce_over_each_other(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = _report(capsys, "--config", config, "--world-size", "64", "--replicas", "8")
+    assert figures["shard_ranks"] == len(figures["ranks"]) == 8
+    star = figures["transports"]["star"]
+    replica_bytes = star["replica_rank_bytes"]
+    assert replica_bytes == pytest.approx(2 * 7 / 8 * figures["ranks"][0]["gradients"], rel=0.01)
+    assert star["link_bytes_at_most"] == 8 * replica_bytes  # a shard group stays inside its host
+
+
+def test_rates_and_hosts_change_times_alone(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--config", config, "--world-size", "8", "--gpus-per-node", "1", "--backend", "gloo")
+    fast = _report(capsys, *argv, "--link-gbit", "10")
+    slow = _report(capsys, *argv, "--link-gbit", "1")
+    assert fast["digest"] == slow["digest"]
+    for transport in ("grouped", "ring", "star"):
+        ratio = slow["transports"][transport]["seconds"] / fast["transports"][transport]["seconds"]
+        assert ratio == pytest.approx(10)
+    assert {unit["auto"] for unit in slow["units"]} == {"ring"}
+    one_host = _report(capsys, "--config", config, "--world-size", "8", "--local-gbit", "800")
+    assert one_host["transports"]["ring"]["link_bytes_at_most"] == 0
+    assert one_host["transports"]["ring"]["seconds"] > 0
+
+
+def test_printed_form(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", config, "--world-size", "64", "--replicas", "2"]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "balance.resident_bytes   1.0",
+        "5 Newton-Schulz steps, standard form",
+        "of 14336x4096",
+        "fullest (rank",
+        "matrix_fsdp, star (most)",
+        "fsdp2_all_to_all",
+        "gradients over replicas",
+        "DOES NOT FIT",
+    ):
+        assert part in printed
+
+
+def test_embedded_tokenizer_gives_its_own_vocabulary(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--config", config, "--world-size", "2", "--model.flavor", "debug")
+    figures = _report(capsys, *argv, "--model.tokenizer_path", "")
+    assert figures["model"]["vocab_size"] == 4096
+    assert _report(capsys, *argv, "--vocab-size", "1000")["model"]["vocab_size"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--world-size", "10", "--replicas", "3"), "3 replicas do not divide a world size of 10"),
+        (("--world-size", "4", "--model.flavr", "1B"), "did you mean model.flavor"),
+        (("--world-size", "4", "--optimizer.tail_patterns", '["*.wz.weight"]'), "wz"),
+    ],
+)
+def test_errors_say_what_to_change(
+    config: str, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    assert main(["--config", config, *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_numbers_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (("--world-size", "0"), ("--world-size", "8", "--link-gbit", "0")):
+        with pytest.raises(SystemExit):
+            main(["--config", config, *argv])
+        assert "0" in capsys.readouterr().err
