@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from matrixtitan.config import Config, to_toml
-from matrixtitan.data.dataloader import build_dataloader, build_validation_loader
+from matrixtitan.data.dataloader import build_dataloader, build_validation_loader, microbatches
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
@@ -47,20 +47,6 @@ class TrainState:
     window: int = 0
     tokens_seen: int = 0
     skipped_steps: int = 0
-
-
-def microbatches_per_step(global_batch_size: int, local_batch_size: int, dp_world_size: int) -> int:
-    """How many forward and backward passes of `local_batch_size` sequences each rank makes in a step."""
-    together = local_batch_size * dp_world_size
-    if global_batch_size % together:
-        lower = global_batch_size // together * together
-        nearest = [str(size) for size in (lower, lower + together) if size]
-        raise ValueError(
-            f"training.global_batch_size {global_batch_size} cannot be shared evenly: {dp_world_size} ranks of "
-            f"training.local_batch_size {local_batch_size} take {together} sequences at a time. "
-            f"The nearest that can: {' or '.join(nearest)}; or change local_batch_size"
-        )
-    return global_batch_size // together
 
 
 class Trainer:
@@ -95,9 +81,7 @@ class Trainer:
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
-        self.microbatches = microbatches_per_step(
-            training.global_batch_size, training.local_batch_size, self.world.size
-        )
+        self.microbatches = microbatches(training.global_batch_size, training.local_batch_size, self.world.size)
         self.tokens_per_step = training.global_batch_size * training.seq_len
 
         # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
@@ -121,9 +105,10 @@ class Trainer:
 
         # Where to start from, and the data from there on
         self.state = TrainState()
-        self.batches = iter(
-            build_dataloader(config, self.tokenizer, self.world.rank, self.world.size, self.state.window)
-        )
+        place = (config, self.tokenizer, self.world.rank, self.world.size)
+        self.batches = iter(build_dataloader(*place, start_window=self.state.window))
+        self._closing.callback(self._stop_reading)
+        self.validation_batches = build_validation_loader(*place) if config.validation.enable else None
 
         # Reports
         self.metrics = Metrics(
@@ -141,6 +126,9 @@ class Trainer:
 
     def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
         self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
+
+    def _stop_reading(self) -> None:
+        self.batches = iter(())  # the last reference to the loader's worker processes
 
     def _describe_run(self) -> None:
         """The resolved config and the plan, beside the run's outputs and in TensorBoard."""
@@ -258,18 +246,17 @@ class Trainer:
     # --- validation --------------------------------------------------------------------------------------------------
 
     def _is_validation_step(self, step: int, last: bool) -> bool:
-        validation = self.config.validation
-        return validation.enable and (last or step % validation.freq == 0)
+        return self.validation_batches is not None and (last or step % self.config.validation.freq == 0)
 
     @torch.no_grad()
     def validate(self, step: int) -> float:
         """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank."""
+        if self.validation_batches is None:
+            raise RuntimeError("validation.enable is false, so no held-out data was opened")
         with self.metrics.timer.phase("validation"):
             self.model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
-            for tokens, labels in build_validation_loader(
-                self.config, self.tokenizer, self.world.rank, self.world.size
-            ):
+            for tokens, labels in self.validation_batches:
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)
                 total[1] += (labels != IGNORE_INDEX).sum()
