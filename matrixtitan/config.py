@@ -386,9 +386,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def validate(config: Config, where: str) -> None:
-    """Reject what cannot work on any machine, and files that are not here. Raises ConfigError."""
-    for problem in _problems(config):
-        raise ConfigError(f"{where}: {problem}")
+    """Reject what cannot work on any machine, and files that are not here. Raises ConfigError with every problem."""
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -467,7 +468,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _missing_files(config: Config) -> Iterator[str]:
     tokenizer = config.model.tokenizer_path
-    embedded = f"To run on the embedded tokenizer and data instead, add the overrides: {EMBEDDED_OVERRIDES}"
+    embedded = f"To run on the embedded tokenizer and data instead, add {EMBEDDED_OVERRIDES}"
     if tokenizer and not Path(tokenizer).expanduser().is_file():
         yield (
             f"model.tokenizer_path: there is no file {tokenizer!r}. Put the model's tiktoken rank file there (for Llama 3, "
