@@ -1,8 +1,8 @@
-"""Llama between this repo's layout and Hugging Face's: names, the order of Q and K rows, config.json.
+"""Llama between this repo's layout and Hugging Face's: names, order of Q and K rows, config.json.
 
-Owns the mapping of one tensor at a time, by pure functions, so that a converter streams: it reads and
-writes no file and holds no model. Every mapping only renames and reorders, so a round trip is exact to
-the bit in any dtype. Read `layers.py` for why Q and K rows differ.
+Owns the mapping of one tensor at a time, by pure functions, so that a converter streams: it reads
+and writes no file and holds no model. Every mapping only renames and reorders, so a round trip is
+exact to the bit in any dtype. Read `layers.py` for why Q and K rows differ.
 """
 
 from __future__ import annotations

