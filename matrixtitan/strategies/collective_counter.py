@@ -44,6 +44,10 @@ _ENTRY_POINTS = (
 )  # fmt: skip
 
 
+OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""(operator, args, kwargs)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One operation as this rank issued it; `logical_bytes` is what the average rank must send for it."""
@@ -57,11 +61,13 @@ class CollectiveCounter:
     """A context manager; `events` holds what this process issued inside, in order.
 
     One at a time, entered on the thread that trains. Other threads are counted through `torch.distributed`'s own
-    functions (`dist.isend` and its like), which are wrapped while the counter is active.
+    functions (`dist.isend` and its like), which are wrapped while the counter is active. `on_call` is told every
+    operator with a group before it runs, receives included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: OnCall | None = None) -> None:
         self.events: list[Collective] = []
+        self._on_call = on_call
         self._active = threading.local()
         self._mode: _CountingMode | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -84,7 +90,7 @@ class CollectiveCounter:
             self._originals[name] = getattr(dist, name)
             _replace(name, self._counted_on_any_thread(self._originals[name]))
         self._active.here = True
-        self._mode = _CountingMode(self.events)
+        self._mode = _CountingMode(self.events, self._on_call)
         self._mode.__enter__()
         return self
 
@@ -103,7 +109,7 @@ class CollectiveCounter:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._active, "here", False) or self._mode is None:
                 return original(*args, **kwargs)
-            with _CountingMode(self.events):  # a dispatch mode is active on one thread only
+            with _CountingMode(self.events, self._on_call):  # a dispatch mode is active on one thread only
                 return original(*args, **kwargs)
 
         return counted
@@ -115,26 +121,34 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 class _CountingMode(TorchDispatchMode):
-    def __init__(self, events: list[Collective]) -> None:
+    def __init__(self, events: list[Collective], on_call: OnCall | None) -> None:
         super().__init__()
-        self.events = events
+        self._events = events
+        self._on_call = on_call
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            event = _describe(func, args, kwargs or {})
-            if event is not None:
-                self.events.append(event)  # list.append is atomic: threads share the list
+            given = _arguments(func, args, kwargs or {})
+            if given.keys() & {"process_group", "group_name"}:  # one without a group only waits or wraps
+                if self._on_call is not None:
+                    self._on_call(func, args, kwargs or {})
+                event = _describe(func, given)
+                if event is not None:
+                    self._events.append(event)  # list.append is atomic: threads share the list
         return func(*args, **(kwargs or {}))
 
 
-def _describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
-    op = func.name().split("::")[1].split(".")[0]
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if op in _RECEIVED or not given.keys() & {"process_group", "group_name"}:
-        return None  # an operation without a group only waits or wraps
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _describe(func: Any, given: dict[str, Any]) -> Collective | None:
+    op = func.name().split("::")[1].split(".")[0]
+    if op in _RECEIVED:
+        return None
     group = _group_of(given)
     size, share = group.size(), (group.size() - 1) / group.size()
     if op in _NOTHING:

@@ -332,5 +332,5 @@ def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGro
 def _local(tensor: Tensor) -> Tensor:
     """This rank's rows of a DTensor: a view."""
     if not isinstance(tensor, DTensor):
-        raise RuntimeError(f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}")
+        raise TypeError(f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}")
     return tensor.to_local()

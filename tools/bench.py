@@ -1,0 +1,186 @@
+"""Time every strategy on the same model and data in one run, alternating, and say what each sends and holds.
+
+    python tools/bench.py --config bench_cpu.toml --nproc 4 --strategies matrix_fsdp,fsdp2_all_to_all,ddp \\
+        --steps 12 --warmup 3 --output outputs/bench
+
+With --nproc it starts the ranks itself; without, it is one rank of a job that a launcher (torchrun, netlab.py) set up,
+or a job of one. `_stock` after an fsdp2 strategy's name gives it PyTorch's own collectives. Further `--section.key
+value` pairs override the config. Next: `bench_measure.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script's own folder is all that Python adds
+
+import torch
+import torch.distributed as dist
+
+from matrixtitan.config import Config, load_config
+from matrixtitan.mesh import World, init_world
+from tools import bench_report
+from tools.bench_measure import STRATEGIES, Contender, Corpus, Measurements, strategy_config, wire_interface
+
+FREE_STEPS = 3
+"""Steps in one sample of `step_ms`: between two of them no rank waits for the others."""
+COMMUNICATION_REPEATS = 5
+
+
+def main(argv: Sequence[str]) -> int:
+    options, overrides = parse_arguments(argv)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("bench: matplotlib is missing; install the plots extra (pip install -e '.[plots]')", file=sys.stderr)
+        return 2
+    try:
+        config = load_config(["--config", options.config, *overrides])
+        for name in options.strategies:
+            strategy_config(config, name)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if options.nproc is not None and "RANK" not in os.environ:
+        return launch(options.nproc, argv)
+    run_rank(options, config, " ".join(["python tools/bench.py", shlex.join(argv)]))
+    return 0
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The bench's own options, and what is left: overrides of the config."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="bench_cpu.toml")
+    parser.add_argument("--nproc", type=int, help="start this many ranks here")
+    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
+    parser.add_argument("--steps", type=int, default=12, help="samples of each phase, and as many steps without barriers")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder of bench.json, .md and .png")
+    options, overrides = parser.parse_known_args(argv)
+    if options.steps < 1 or options.warmup < 1:
+        parser.error("--steps and --warmup must be at least 1: the first step allocates what later ones reuse")
+    return options, overrides
+
+
+def launch(nproc: int, argv: Sequence[str]) -> int:
+    """Start the ranks on this machine; the first failure ends the others and is returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, *argv], env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(nproc)
+    ]
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [code for code in codes if code]
+            if failed or None not in codes:
+                return failed[0] if failed else 0
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
+    """Measure all strategies together with the other ranks; the first one reports."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    world = init_world(config)
+    try:
+        corpus = Corpus(world, config.training.local_batch_size * world.size, config.training.seq_len)
+        contenders = [Contender(name, config, world, corpus) for name in options.strategies]
+        measure(contenders, options.steps, options.warmup)
+        parameters = contenders[0].num_parameters
+        mine = {contender.name: contender.finish() for contender in contenders}
+        ranks: list[Any] = [None] * world.size
+        dist.all_gather_object(ranks, mine)
+        if world.rank == 0:
+            report = describe(config, world, corpus, parameters, command)
+            add_strategies(report, ranks, shared_interface=wire_interface(world.size) == "lo")
+            bench_report.write(report, options.output)
+            print(bench_report.table(report), flush=True)
+    finally:
+        world.close()
+
+
+def measure(contenders: Sequence[Contender], steps: int, warmup: int) -> None:
+    """Rounds in which every strategy takes a turn, the first one changing, so that a noisy machine harms all alike."""
+    for contender in contenders:
+        contender.warm_up(warmup)
+    gc.disable()  # a collection at its own time on each rank would make the others wait
+    try:
+        for number in range(steps):
+            for contender in _rotated(contenders, number):
+                contender.sample_phases()
+            gc.collect()
+        for number in range(ceil(steps / FREE_STEPS)):
+            for contender in _rotated(contenders, number):
+                contender.sample_steps(FREE_STEPS)
+            gc.collect()
+    finally:
+        gc.enable()
+    for contender in contenders:
+        contender.count_communication(COMMUNICATION_REPEATS)
+        contender.measure_memory()
+
+
+def _rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
+    first = number % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
+
+
+def describe(config: Config, world: World, corpus: Corpus, parameters: int, command: str) -> dict[str, Any]:
+    """The part of bench.json that all strategies share."""
+    backend = dist.get_backend()
+    transports = config.parallelism.fsdp2_transports
+    return {
+        "world_size": world.size,
+        "ns_steps": config.optimizer.ns_steps,
+        "model": {"name": config.model.name, "flavor": config.model.flavor, "parameters": parameters},
+        "optimizer": config.optimizer.name,
+        "backend": backend,
+        "fsdp2_transports": ("tuned" if backend == "gloo" else "stock") if transports == "auto" else transports,
+        "sequences": corpus.sequences,
+        "seq_len": corpus.seq_len,
+        "link_rate": os.environ.get("NETLAB_RATE"),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "command": command,
+    }
+
+
+def add_strategies(
+    report: dict[str, Any], ranks: Sequence[dict[str, Measurements]], *, shared_interface: bool
+) -> None:
+    """Fill in `strategies` and `ratios` from all ranks' measurements."""
+    report["strategies"] = {
+        name: bench_report.summarize([rank[name] for rank in ranks], shared_interface) for name in ranks[0]
+    }
+    report["ratios"] = bench_report.ratios(report["strategies"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
