@@ -3,9 +3,10 @@
 
     tools/plan.py --config llama_8b.toml --world-size 64 [--replicas R] [--gpus-per-node 8] [--json]
 
-Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every strategy and
-transport, and each strategy's memory, term by term. Any `--section.key value` of the config may follow. Nothing is
-allocated and nothing measured: the formulas are in `matrixtitan/plan/`.
+Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every
+strategy and transport, and each strategy's memory, term by term. Any `--section.key value` of the
+config may follow. Nothing is allocated and nothing measured: the formulas are in
+`matrixtitan/plan/`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ LLAMA3_VOCAB = 128256
 """Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
 
 
+PHASE_NOTES = {
+    "resident": "",
+    "forward_backward": "  in forward and backward",
+    "optimizer": "  in the step",
+}
+NOTHING_SENT = {"rank_bytes": 0, "link_bytes": 0, "seconds": 0.0}
+
+
 class Vocabulary(NamedTuple):
     size: int
     origin: str
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a config on the machines that the command line describes."""
-    # a plan reads neither data nor text, so the config's files need not be here; overrides come last
+    # a plan reads neither data nor text, so the config's files need not be here
     config = load_config(["--config", options.config, *WITHOUT_FILES, *overrides])
     vocabulary = _vocabulary(options, config, overrides)
     with torch.device("meta"):
@@ -159,7 +168,8 @@ def _rate(text: str) -> float:
 def _vocabulary(
     options: argparse.Namespace, config: Config, overrides: Sequence[str]
 ) -> Vocabulary:
-    """From the command line, else the config's tokenizer, or Llama 3's size where its file is not here."""
+    """From the command line, else the config's tokenizer, or Llama 3's size where its file is not
+    here."""
     if options.vocab_size:
         return Vocabulary(options.vocab_size, "--vocab-size")
     path = config.model.tokenizer_path
@@ -211,8 +221,8 @@ def _model_figures(
 def _lines(figures: dict[str, Any]) -> Iterator[str]:
     model, balance = figures["model"], figures["balance"]
     yield (
-        f"{model['name']} {model['flavor']}: {model['parameters'] / 1e9:.2f} B parameters, {model['matrices']} matrices; "
-        f"vocabulary {model['vocab_size']} ({model['vocab_from']})"
+        f"{model['name']} {model['flavor']}: {model['parameters'] / 1e9:.2f} B parameters, "
+        f"{model['matrices']} matrices; vocabulary {model['vocab_size']} ({model['vocab_from']})"
     )
     groups = (
         f"{figures['replicas']} replicas of {figures['shard_ranks']}"
@@ -220,16 +230,15 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         else "one group"
     )
     yield (
-        f"{figures['world_size']} ranks, {groups}, {figures['ranks_per_host']} a host, {figures['backend']}, "
-        f"{figures['link_gbit']:g} Gbit/s a host; {figures['matrix_optimizer']}; plan {figures['digest'][:16]}"
+        f"{figures['world_size']} ranks, {groups}, {figures['ranks_per_host']} a host, "
+        f"{figures['backend']}, {figures['link_gbit']:g} Gbit/s a host; "
+        f"{figures['matrix_optimizer']}; plan {figures['digest'][:16]}"
     )
     yield ""
     yield f"balance.resident_bytes   {balance['resident_bytes']:.4f}   (max / mean over ranks)"
-    yield (
-        f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}   ({figures['ns_steps']} Newton-Schulz steps, "
-        f"{figures['ns_form']} form)"
-        if figures["matrix_optimizer"] == "muon"
-        else f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}"
+    iteration = f"   ({figures['ns_steps']} Newton-Schulz steps, {figures['ns_form']} form)"
+    yield f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}" + (
+        iteration if figures["matrix_optimizer"] == "muon" else ""
     )
     for section in (_owner_lines, _rank_lines, _unit_lines, _traffic_lines, _memory_lines):
         yield ""
@@ -264,7 +273,12 @@ def _owner_lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _rank_lines(figures: dict[str, Any]) -> Iterator[str]:
-    yield f"{'resident, by rank':<22}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}{'GFLOP a step':>14}"
+    kinds = ("parameters", "gradients", "optimizer", "total")
+    yield (
+        f"{'resident, by rank':<22}"
+        + "".join(f"{kind:>12}" for kind in kinds)
+        + f"{'GFLOP a step':>14}"
+    )
     ranks = figures["ranks"]
     order = sorted(ranks, key=lambda rank: rank["total"])
     for name, rank in (("emptiest", order[0]), ("fullest", order[-1])):
@@ -304,40 +318,34 @@ def _traffic_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"{'one step':<28}{'forward + backward':>34}{'optimizer':>34}"
     yield f"{'':<28}{header}{header}"
     for name, transport in figures["transports"].items():
-        times = [
-            transport["rank_bytes_at_most"],
-            transport["link_bytes_at_most"],
-            transport["seconds"],
-        ]
-        yield f"{'matrix_fsdp, ' + name + ' (most)':<28}{_sent(*times)}{_sent(0, 0, 0.0)}"
+        sent = {
+            "rank_bytes": transport["rank_bytes_at_most"],
+            "link_bytes": transport["link_bytes_at_most"],
+            "seconds": transport["seconds"],
+        }
+        yield f"{'matrix_fsdp, ' + name + ' (most)':<28}{_sent(sent)}{_sent(NOTHING_SENT)}"
     for name, phases in figures["strategies"].items():
         mean = name + (" (mean)" if name == "matrix_fsdp" else "")
         yield f"{mean:<28}" + "".join(
-            _sent(
-                phases[phase]["rank_bytes"], phases[phase]["link_bytes"], phases[phase]["seconds"]
-            )
-            for phase in ("forward_backward", "optimizer")
+            _sent(phases[phase]) for phase in ("forward_backward", "optimizer")
         )
         if "replicas" in phases and name == "matrix_fsdp":
-            sent = phases["replicas"]
-            yield f"{'  gradients over replicas':<28}{_sent(sent['rank_bytes'], sent['link_bytes'], sent['seconds'])}"
+            yield f"{'  gradients over replicas':<28}{_sent(phases['replicas'])}"
 
 
-def _sent(rank_bytes: float, link_bytes: float, seconds: float) -> str:
-    return f"{_size(rank_bytes):>12}{_size(link_bytes):>12}{seconds * 1e3:>10.1f}"
+def _sent(sent: dict[str, float]) -> str:
+    sizes = f"{_size(sent['rank_bytes']):>12}{_size(sent['link_bytes']):>12}"
+    return f"{sizes}{sent['seconds'] * 1e3:>10.1f}"
 
 
 def _memory_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield "memory of the fullest rank (activations apart)"
     for name, memory in figures["memory"].items():
-        yield f"  {name:<20}{_size(memory['peak_bytes']):>10} peak{'' if memory['fits'] else '   DOES NOT FIT'}"
+        verdict = "" if memory["fits"] else "   DOES NOT FIT"
+        yield f"  {name:<20}{_size(memory['peak_bytes']):>10} peak{verdict}"
         for term in memory["terms"]:
-            note = {
-                "resident": "",
-                "forward_backward": "  in forward and backward",
-                "optimizer": "  in the step",
-            }
-            yield f"    {term['name']:<34}{term['dtype']:<10}{_size(term['bytes']):>10}{note[term['phase']]}"
+            line = f"    {term['name']:<34}{term['dtype']:<10}{_size(term['bytes']):>10}"
+            yield line + PHASE_NOTES[term["phase"]]
 
 
 def _size(size: float) -> str:

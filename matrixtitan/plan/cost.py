@@ -1,8 +1,8 @@
 """What a placement costs, by formula: resident bytes, optimizer FLOPs, bytes sent, transport times.
 
-Owns every formula that the planner, the tools and `transport = "auto"` use. Nothing measured enters, so that a plan is
-the same on every machine. It never decides who owns what (`planner.py` does) and knows nothing of torch.
-Read the words in `shard.py` first.
+Owns every formula that the planner, the tools and `transport = "auto"` use. Nothing measured
+enters, so that a plan is the same on every machine. It never decides who owns what (`planner.py`
+does) and knows nothing of torch. Read the words in `shard.py` first.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 
 ADAMW_FLOPS = 12
-"""Elementwise operations per parameter of one AdamW step: decay, two moments, square root, quotient, update."""
+"""Elementwise operations per parameter of one AdamW step: decay, two moments, square root,
+quotient, update."""
 EIGH_FLOPS = 9
-"""n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3)."""
+"""n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3).
+"""
 GRAM_FIRST_CHUNK, GRAM_CHUNK = 2, 3
-"""Steps of Newton-Schulz's Gram form before it first goes back to the long matrix, and between later restarts."""
+"""Steps of Newton-Schulz's Gram form before it first goes back to the long matrix, and between
+later restarts."""
 
 
 GLOO_WORKERS = 2
@@ -73,7 +76,8 @@ class CostSettings:
     def __post_init__(self) -> None:
         if self.matrix_optimizer not in ("muon", "shampoo", "soap", "adamw"):
             raise ValueError(
-                f"matrix_optimizer {self.matrix_optimizer!r} is unknown: muon, shampoo, soap or adamw"
+                f"matrix_optimizer {self.matrix_optimizer!r} is unknown: "
+                "muon, shampoo, soap or adamw"
             )
         if self.max_precond_dim is not None and self.max_precond_dim < 1:
             raise ValueError(
@@ -115,7 +119,8 @@ class BlockCost(NamedTuple):
 
 
 def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
-    """(count, R, C): the matrices orthogonalised or preconditioned apart within one block of a matrix parameter."""
+    """(count, R, C): the matrices orthogonalised or preconditioned apart within one block of a
+    matrix parameter."""
     if len(param.shape) == 2:
         return 1, param.block_rows, param.shape[1]
     return param.block_rows * prod(param.shape[1:-2]), param.shape[-2], param.shape[-1]
@@ -170,12 +175,13 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
 def newton_schulz_flops(
     rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard"
 ) -> int:
-    """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long side.
+    """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long
+    side.
 
-    Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n).
-    Gram: the iteration runs on m x m matrices, four products a step, and touches X twice per chunk of steps; a chunk's
-    first step has no product to extend (one less), its last no Gram matrix to carry on (two less).
-    "auto": the cheaper one, which is Gram for five steps once n is over 1.5 m.
+    Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n). Gram:
+    the iteration runs on m x m matrices, four products a step, and touches X twice per chunk of
+    steps; a chunk's first step has no product to extend (one less), its last no Gram matrix to
+    carry on (two less). "auto": the cheaper one, which is Gram for five steps once n is over 1.5 m.
     """
     short, long = sorted((rows, cols))
     standard = steps * (4 * short * short * long + 2 * short**3)
@@ -188,8 +194,9 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
     """FLOPs of one step of the matrix optimizer on one (R, C) matrix, refreshes spread over steps.
 
     Shampoo: factor updates, products with the roots, and per refresh an eigendecomposition and a
-    product for each factor. SOAP: factor updates, three changes of basis (gradient, moment, update),
-    and per refresh a power iteration, its sorting diagonal, a QR (8/3 n^3), the moment's new basis.
+    product for each factor. SOAP: factor updates, three changes of basis (gradient, moment,
+    update), and per refresh a power iteration, its sorting diagonal, a QR (8/3 n^3), the moment's
+    new basis.
     """
     elementwise = ADAMW_FLOPS * rows * cols
     factors = _factors(rows, cols, settings)
@@ -361,7 +368,8 @@ def tree_bytes(shares: Sequence[int]) -> int:
 def choose_transport(
     shares: Sequence[int], backend: str, ranks_per_host: int | None = None
 ) -> Literal["grouped", "ring", "star"]:
-    """The transport of `transport = "auto"`: from shares and backend alone, so a run can be repeated.
+    """The transport of `transport = "auto"`: from shares and backend alone, so a run can be
+    repeated.
 
     NCCL: grouped. gloo across machines: ring. gloo inside one machine (None: all ranks on one):
     star, unless the fan-out of one owner, (N - 1) max s_r, is over what trees of broadcasts take.

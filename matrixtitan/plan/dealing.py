@@ -1,8 +1,9 @@
 """Which matrix goes to which rank, once the packing has fixed how much of each price a rank holds.
 
-Owns two choices that leave every rank's bytes and FLOPs as they are: equal shapes are kept together, for batched
-products, and the matrices of a unit are spread over ranks, so that no owner sends, or lacks, much of it alone.
-It never changes the balance: `packing.py` made it. `planner.py` calls both.
+Owns two choices that leave every rank's bytes and FLOPs as they are: equal shapes are kept
+together, for batched products, and the matrices of a unit are spread over ranks, so that no owner
+sends, or lacks, much of it alone. It never changes the balance: `packing.py` made it. `planner.py`
+calls both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple
 from matrixtitan.plan.packing import Load
 
 EXCHANGE_BUDGET = 300_000
-"""Exchanges between units weighed at most: a bound on planning time that does not depend on the machine."""
+"""Exchanges between units weighed at most: a bound on planning time that does not depend on the
+machine."""
 
 
 class Kind(NamedTuple):
@@ -48,7 +50,8 @@ def _shapes_together(
 ) -> dict[Kind, dict[int, int]]:
     """Slots of each kind: rank -> pieces.
 
-    Kinds of one load fill the ranks in turn, so that of any two neighbours in that order one rank at most has both.
+    Kinds of one load fill the ranks in turn, so that of any two neighbours in that order one rank
+    at most has both.
     """
     counts = Counter(piece.kind for piece in pieces)
     queues: defaultdict[Load, list[Kind]] = defaultdict(list)
@@ -69,9 +72,11 @@ def _shapes_together(
 
 
 def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[int]:
-    """Unit by unit, large pieces first, each to the rank with a slot for it that holds least of the unit.
+    """Unit by unit, large pieces first, each to the rank with a slot for it that holds least of the
+    unit.
 
-    Ties go to the rank with most slots left, so that the last units still have a choice, then to the lowest rank.
+    Ties go to the rank with most slots left, so that the last units still have a choice, then to
+    the lowest rank.
     """
     units: dict[str, dict[Kind, list[int]]] = {}
     for number, piece in enumerate(pieces):
@@ -96,10 +101,12 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
 
 
 def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
-    """Let two units exchange the owners of pieces of one kind while that evens their shares, within a budget.
+    """Let two units exchange the owners of pieces of one kind while that evens their shares, within
+    a budget.
 
-    Evenness is the sum of squared shares: moving weight w from rank a to b in one unit, and back in the other, lowers
-    it where (a - b) in the first plus (b - a) in the second is over 2 w. Only a rank with two pieces of a unit can gain.
+    Evenness is the sum of squared shares: moving weight w from rank a to b in one unit, and back in
+    the other, lowers it where (a - b) in the first plus (b - a) in the second is over 2 w. Only a
+    rank with two pieces of a unit can gain.
     """
     shares: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)
     held: Counter[tuple[str, int]] = Counter()

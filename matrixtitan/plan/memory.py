@@ -1,7 +1,8 @@
 """What a rank's memory is filled with under each strategy, term by term, with the dtype of each.
 
-Owns the memory table of `tools/plan.py`. Activations, the allocator's slack and Newton-Schulz's workspace are the same
-under every strategy and not counted. Bytes of one plan come from `cost.py`; `report.py`, next, puts them together.
+Owns the memory table of `tools/plan.py`. Activations, the allocator's slack and Newton-Schulz's
+workspace are the same under every strategy and not counted. Bytes of one plan come from `cost.py`;
+`report.py`, next, puts them together.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Phase = Literal["resident", "forward_backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Names of dtypes (for the table) and bytes of an element: stored, computed in, reduced in, update on the wire."""
+    """Names of dtypes (for the table) and bytes of an element: stored, computed in, reduced in,
+    update on the wire."""
 
     stored: str = "float32"
     compute: str = "bfloat16"
@@ -59,7 +61,7 @@ class Precision:
 
 
 class Term(NamedTuple):
-    """One line of the table; `bytes` on the fullest rank. Transient terms live in one phase only."""
+    """One line of the table, on the fullest rank. Transient terms live in one phase only."""
 
     name: str
     dtype: str
@@ -83,7 +85,8 @@ def memory_table(
     prefetch: int = 1,
     keep_all: bool = False,
 ) -> dict[Strategy, list[Term]]:
-    """The terms of each strategy; `plan` is ours, over the shard group of a job of `world_size` ranks.
+    """The terms of each strategy; `plan` is ours, over the shard group of a job of `world_size`
+    ranks.
 
     `keep_all`: no unit is freed between forward and backward.
     """

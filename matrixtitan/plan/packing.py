@@ -1,8 +1,8 @@
 """Bin packing in two prices, bytes and FLOPs: longest processing time first, then swaps.
 
-Owns the search; it knows loads and how many ranks there are, not parameters. Ranks are interchangeable here, so a
-packing is a multiset of rank contents: that keeps thousands of ranks cheap, since few contents differ.
-`planner.py` turns contents into owners.
+Owns the search; it knows loads and how many ranks there are, not parameters. Ranks are
+interchangeable here, so a packing is a multiset of rank contents: that keeps thousands of ranks
+cheap, since few contents differ. `planner.py` turns contents into owners.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_SWAPS = 1000
-"""Improving exchanges tried at most; each is applied to all ranks with the same contents at once."""
+"""Improving exchanges tried at most; each is applied to all ranks with the same contents at once.
+"""
 
 
 NOTHING = -1
@@ -34,7 +35,8 @@ Content = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Packing:
-    """`contents[c]` ranks hold c; `floor` is what the fullest rank holds at least once the tail is poured, in bytes."""
+    """`contents[c]` ranks hold c; `floor` is what the fullest rank holds at least once the tail is
+    poured, in bytes."""
 
     loads: tuple[Load, ...]
     contents: Counter[Content]
@@ -73,10 +75,12 @@ class Packing:
 
 
 def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: float) -> Packing:
-    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, within `tolerance` of it, least FLOPs.
+    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, within `tolerance` of it,
+    least FLOPs.
 
-    `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting level are free.
-    The tolerance is spent only where it saves at least a quarter of itself in FLOPs.
+    `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting
+    level are free. The tolerance is spent only where it saves at least a quarter of itself in
+    FLOPs.
     """
     loads = tuple(sorted(pieces, reverse=True))
     counts = [pieces[load] for load in loads]
@@ -121,8 +125,8 @@ def _longest_first(
 ) -> Counter[Content]:
     """Longest processing time first: the heaviest piece left goes to the rank that has least.
 
-    With a cap, a rank whose bytes it would pass is left out; where no rank has room, the piece goes to the one with
-    the fewest bytes, for swaps to mend or the caller to reject.
+    With a cap, a rank whose bytes it would pass is left out; where no rank has room, the piece goes
+    to the one with the fewest bytes, for swaps to mend or the caller to reject.
     """
     primary, second = (0, 1) if by == "bytes" else (1, 0)
     held = [[0] * len(loads) for _ in range(ranks)]
@@ -159,9 +163,11 @@ def _bytes(entry: tuple[int, int, int], by: str) -> int:
 def _improve(
     loads: Sequence[Load], contents: Counter[Content], by: str, target: int, cap: int | None
 ) -> Counter[Content]:
-    """Move or exchange single pieces between the heaviest contents and others until the heaviest is at `target`.
+    """Move or exchange single pieces between the heaviest contents and others until the heaviest is
+    at `target`.
 
-    Each exchange strictly lowers the heavier of the two; with a cap, none brings a rank's bytes over it.
+    Each exchange strictly lowers the heavier of the two; with a cap, none brings a rank's bytes
+    over it.
     """
     primary = 0 if by == "bytes" else 1
     contents = Counter(contents)
@@ -183,7 +189,8 @@ def _improve(
 
 
 class _Swap(NamedTuple):
-    """The heaviest rank gives one piece to a rank that holds `cold`, for one in return or for NOTHING."""
+    """The heaviest rank gives one piece to a rank that holds `cold`, for one in return or for
+    NOTHING."""
 
     heavier: int
     cold: Content

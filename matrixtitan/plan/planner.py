@@ -1,8 +1,10 @@
-"""Who owns what: one global, deterministic placement of a model's parameters on the ranks of a shard group.
+"""Who owns what: one global, deterministic placement of a model's parameters on the ranks of a
+shard group.
 
-Owns the objective: least resident bytes on the fullest rank (to a tolerance), then least optimizer FLOPs on the busiest
-one, then equal shapes together and units spread. It measures nothing, communicates nothing and knows no model.
-Prices come from `cost.py`, words from `shard.py`; `packing.py`, next, balances the ranks and `dealing.py` names the owners.
+Owns the objective: least resident bytes on the fullest rank (to a tolerance), then least optimizer
+FLOPs on the busiest one, then equal shapes together and units spread. It measures nothing,
+communicates nothing and knows no model. Prices come from `cost.py`, words from `shard.py`;
+`packing.py`, next, balances the ranks and `dealing.py` names the owners.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from matrixtitan.plan.packing import Load, best_packing, water_level
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
 
 SMALL_TAIL = 1 << 20
-"""A 1-D tail tensor up to this many elements is never cut: messages would cost more than the balance gains."""
+"""A 1-D tail tensor up to this many elements is never cut: messages would cost more than the
+balance gains."""
 SLIVER = 200
-"""What is under 1/200 of a rank's bytes is not worth a message of its own: such a tail tensor is not cut, and a rank
-that lacks less gets no rows."""
+"""What is under 1/200 of a rank's bytes is not worth a message of its own: such a tail tensor is
+not cut, and a rank that lacks less gets no rows."""
 
 
 @dataclass(frozen=True)
 class PlanSettings(CostSettings):
     """Costs (see CostSettings) and how to weigh them.
 
-    `bytes_tolerance`: how far above the least possible the fullest rank's bytes may be, where that saves optimizer time.
-    `egress_cap`: no rank may hold more than this many times the mean share of a unit (a unit's largest uncuttable piece
-    apart), for transports bound by an owner's fan-out; None leaves units as balance puts them.
+    `bytes_tolerance`: how far above the least possible the fullest rank's bytes may be, where that
+    saves optimizer time. `egress_cap`: no rank may hold more than this many times the mean share of
+    a unit (a unit's largest uncuttable piece apart), for transports bound by an owner's fan-out;
+    None leaves units as balance puts them.
     """
 
     bytes_tolerance: float = 0.02
@@ -42,7 +46,8 @@ class PlanSettings(CostSettings):
             raise ValueError(f"bytes_tolerance {self.bytes_tolerance} is negative")
         if self.egress_cap is not None and self.egress_cap < 1:
             raise ValueError(
-                f"egress_cap {self.egress_cap} is below 1, the mean: nothing could meet it; use None for no cap"
+                f"egress_cap {self.egress_cap} is below 1, the mean: nothing could meet it; "
+                "use None for no cap"
             )
 
 
@@ -51,8 +56,8 @@ def make_plan(
 ) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
-    Pure and deterministic: ties are broken by fqn, then rank. Raises ValueError for a world size below 1, a parameter
-    named twice, or an egress cap that cannot be met.
+    Pure and deterministic: ties are broken by fqn, then rank. Raises ValueError for a world size
+    below 1, a parameter named twice, or an egress cap that cannot be met.
     """
     if world_size < 1:
         raise ValueError(f"world_size {world_size}: a plan needs at least one rank")
@@ -113,7 +118,8 @@ class _Placement:
     # ------------------------------------------------------------ matrices
 
     def place_matrices(self, settings: PlanSettings) -> None:
-        """Pack whole matrices and stacks; cut 2D parameters between their heads only where that gains over 2%."""
+        """Pack whole matrices and stacks; cut 2D parameters between their heads only where that
+        gains over 2%."""
         poured = self.total_bytes - sum(map(self._held_bytes, self.matrices))
         best = None
         cuts = [False]
@@ -160,14 +166,16 @@ class _Placement:
             worst = max(range(self.world_size), key=lambda rank: (shares[rank], -rank))
             if shares[worst] > limit:
                 raise ValueError(
-                    f"egress_cap {cap} cannot be met: rank {worst} would hold {shares[worst]} elements of unit {unit!r},"
-                    f" over {limit:.0f}; raise the cap or use a transport that is not bound by fan-out"
+                    f"egress_cap {cap} cannot be met: rank {worst} would hold {shares[worst]} "
+                    f"elements of unit {unit!r}, over {limit:.0f}; raise the cap or use a "
+                    "transport that is not bound by fan-out"
                 )
 
     # ------------------------------------------------------------ tails
 
     def place_small_tails(self) -> None:
-        """A unit's small tail tensors go together to one of its owners that is not full, or to the emptiest rank."""
+        """A unit's small tail tensors go together to one of its owners that is not full, or to the
+        emptiest rank."""
         by_unit: dict[str, list[int]] = {}
         for index in self.small_tails:
             by_unit.setdefault(self.specs[index].unit, []).append(index)
@@ -209,7 +217,8 @@ class _Placement:
                     self._give(index, rank, blocks)
 
     def _receivers(self, poured: int) -> list[int]:
-        """Ranks worth pouring onto: all, or those that lack more than a sliver if the level bears it."""
+        """Ranks worth pouring onto: all, or those that lack more than a sliver if the level bears
+        it."""
         level = water_level(self.bytes, poured)
         ranks = [rank for rank, held in enumerate(self.bytes) if (level - held) * SLIVER > level]
         if not ranks or water_level([self.bytes[rank] for rank in ranks], poured) * SLIVER > (
@@ -242,7 +251,8 @@ class _Placement:
 
 
 def _proportional(count: int, weights: Sequence[int]) -> list[int]:
-    """`count` cut into whole parts in proportion to `weights`, each within one of its due; equal parts if all are 0."""
+    """`count` cut into whole parts in proportion to `weights`, each within one of its due; equal
+    parts if all are 0."""
     total = sum(weights)
     if not total:
         weights, total = [1] * len(weights), len(weights)

@@ -1,4 +1,5 @@
-"""A plan put into figures: balance, bytes by kind, traffic and times of every strategy and transport.
+"""A plan put into figures: balance, bytes by kind, traffic and times of every strategy and
+transport.
 
 Owns the JSON of `tools/plan.py`. All of it follows from shapes, world size and the machine's rates:
 nothing is run and nothing measured. Formulas are in `cost.py` and `memory.py`.
@@ -51,7 +52,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """How the model is trained on how many ranks; `gathered_once` names the units not regathered in backward."""
+    """How the model is trained on how many ranks; `gathered_once` names the units not regathered in
+    backward."""
 
     world_size: int
     replicas: int = 1
@@ -130,7 +132,7 @@ def report(
 
 
 def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str, Any]]:
-    """Each unit's size, shares and predicted unshard by each transport, beside an even all-gather."""
+    """Each unit's size, shares and predicted unshards, beside an even all-gather."""
     rows = []
     for name, shares in unit_shares(plan, precision.compute_bytes).items():
         rows.append(
@@ -153,7 +155,8 @@ def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str,
 def _our_traffic(
     transport: Transport, plan: Plan, precision: Precision, job: Job, machine: Machine
 ) -> dict[str, Any]:
-    """Forward and backward of one step: bytes of the busiest rank and link, and the time they take unhidden."""
+    """Forward and backward of one step: bytes of the busiest rank and link, and the time they take
+    unhidden."""
     rank = link = 0
     seconds = 0.0
     for shares, times in _messages(plan, precision, job):
@@ -180,7 +183,8 @@ def _messages(plan: Plan, precision: Precision, job: Job) -> Iterator[tuple[list
 
 
 def _replica_bytes(plan: Plan, precision: Precision, job: Job, machine: Machine) -> LinkBytes:
-    """All-reduce of owned gradients over replicas, 2 (R - 1) / R of them: fullest rank, busiest link.
+    """All-reduce of owned gradients over replicas, 2 (R - 1) / R of them: fullest rank, busiest
+    link.
 
     A host's link is shared by the rings of all its ranks.
     """
@@ -200,7 +204,8 @@ def _strategy(
     job: Job,
     machine: Machine,
 ) -> dict[str, Any]:
-    """Logical bytes that a rank sends in a step (the mean), bytes of a link, and the time of both phases."""
+    """Logical bytes that a rank sends in a step (the mean), bytes of a link, and the time of both
+    phases."""
     ranks = job.world_size if name in ("zero1_owner", "ddp") else job.shard_ranks
     padding = ranks if name.startswith("fsdp2") else 1
     sent = strategy_bytes(

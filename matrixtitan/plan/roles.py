@@ -1,7 +1,7 @@
 """Which optimizer a parameter goes to, and the smallest piece of it that may not be cut.
 
-Owns the rules from name and shape to ParamSpec, and the matching of patterns, where a pattern that matches nothing is
-an error. It places nothing: `planner.py`, next, does.
+Owns the rules from name and shape to ParamSpec, and the matching of patterns, where a pattern that
+matches nothing is an error. It places nothing: `planner.py`, next, does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def param_specs(
 ) -> list[ParamSpec]:
     """ParamSpecs in the order given.
 
-    2D and 3D parameters are matrices, unless `tail_patterns` match their full name or `embedding_fqns` holds it;
-    everything else is tail. `per_head_patterns` maps a pattern to the rows of one head: such a 2D matrix is
-    orthogonalised, and may be cut, head by head. Patterns are those of fnmatch, case and all.
+    2D and 3D parameters are matrices, unless `tail_patterns` match their full name or
+    `embedding_fqns` holds it; everything else is tail. `per_head_patterns` maps a pattern to the
+    rows of one head: such a 2D matrix is orthogonalised, and may be cut, head by head. Patterns are
+    those of fnmatch, case and all.
 
-    Raises ValueError for a pattern or name that matches nothing, a per-head pattern that meets a tail parameter, one
-    that is not 2D or whose rows the head does not divide, or another per-head pattern; KeyError never.
+    Raises ValueError for a pattern or name that matches nothing, a per-head pattern that meets a
+    tail parameter, one that is not 2D or whose rows the head does not divide, or another per-head
+    pattern; and for a parameter that no unit holds.
     """
     params = [(fqn, tuple(shape), trainable) for fqn, shape, trainable in named_shapes]
     fqns = [fqn for fqn, _, _ in params]
@@ -44,7 +46,8 @@ def param_specs(
         for pattern in patterns:
             if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
                 raise ValueError(
-                    f"{key}: {pattern!r} matches no parameter{_near(pattern, fqns)}; patterns are full names"
+                    f"{key}: {pattern!r} matches no parameter{_near(pattern, fqns)}; "
+                    "patterns are full names"
                 )
     tails.update(fqn for fqn in fqns if any(fnmatchcase(fqn, p) for p in tail_patterns))
     specs = []
@@ -61,18 +64,19 @@ def _block_rows(fqn: str, shape: tuple[int, ...], role: Role, per_head: Mapping[
         return max(1, shape[0]) if role == "matrix" and len(shape) == 2 else 1
     if len(matching) > 1:
         raise ValueError(
-            f"{fqn} matches {len(matching)} per_head_patterns, {matching[0]!r} and {matching[1]!r}: keep one"
+            f"{fqn} matches {len(matching)} per_head_patterns, {matching[0]!r} and "
+            f"{matching[1]!r}: keep one"
         )
     head_rows = per_head[matching[0]]
     if role == "tail" or len(shape) != 2:
         raise ValueError(
-            f"per_head_patterns: {matching[0]!r} matches {fqn} of shape {shape}, role {role}: heads are cut from 2D"
-            " matrices only; narrow the pattern"
+            f"per_head_patterns: {matching[0]!r} matches {fqn} of shape {shape}, role {role}: "
+            "heads are cut from 2D matrices only; narrow the pattern"
         )
     if head_rows < 1 or shape[0] % head_rows:
         raise ValueError(
-            f"per_head_patterns: heads of {head_rows} rows do not divide the {shape[0]} rows of {fqn};"
-            f" narrow the pattern {matching[0]!r}"
+            f"per_head_patterns: heads of {head_rows} rows do not divide the {shape[0]} rows of "
+            f"{fqn}; narrow the pattern {matching[0]!r}"
         )
     return head_rows
 

@@ -1,7 +1,7 @@
 """Who holds which rows of which parameter: the words every other part speaks.
 
-Owns the metadata (ParamSpec, Segment, MatrixShard, Plan) and its invariants. It decides nothing: `planner.py` does.
-Pure Python: no torch, no process group, no device.
+Owns the metadata (ParamSpec, Segment, MatrixShard, Plan) and its invariants. It decides nothing:
+`planner.py` does. Pure Python: no torch, no process group, no device.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Role = Literal["matrix", "tail"]
 class ParamSpec:
     """One parameter as the planner sees it.
 
-    `role` is "matrix" (a 2D weight, or a 3D stack of them, for the matrix optimizer) or "tail" (AdamW). `unit` names
-    the parameters gathered and freed together. `block_rows` is the smallest run of rows along dim 0 that may not be
-    cut: all rows of a 2D matrix, 1 for a 3D stack, head_dim for a projection orthogonalised per head, 1 for a tail
-    parameter. A frozen parameter (`trainable` False) has no gradient and no optimizer state.
+    `role` is "matrix" (a 2D weight, or a 3D stack of them, for the matrix optimizer) or "tail"
+    (AdamW). `unit` names the parameters gathered and freed together. `block_rows` is the smallest
+    run of rows along dim 0 that may not be cut: all rows of a 2D matrix, 1 for a 3D stack, head_dim
+    for a projection orthogonalised per head, 1 for a tail parameter. A frozen parameter
+    (`trainable` False) has no gradient and no optimizer state.
     """
 
     fqn: str
@@ -64,7 +65,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShard:
-    """Where one parameter lives. Segments cover dim 0 exactly once, in order; a rank has at most one."""
+    """Where one parameter lives. Segments cover dim 0 exactly once, in order; a rank has at most
+    one."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -128,7 +130,8 @@ class MatrixShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """All MatrixShards of a model for one world size (that of the shard group), in the model's parameter order."""
+    """All MatrixShards of a model for one world size (that of the shard group), in the model's
+    parameter order."""
 
     world_size: int
     shards: tuple[MatrixShard, ...]

@@ -8,7 +8,8 @@ from matrixtitan.plan.shard import ParamSpec, Role
 def llama_specs(
     dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
 ) -> list[ParamSpec]:
-    """ParamSpecs of an untied Llama: one unit for the embedding, one a block, one for the norm with the head."""
+    """ParamSpecs of an untied Llama: one unit for the embedding, one a block, one for the norm with
+    the head."""
     head_dim = dim // heads
 
     def spec(fqn: str, shape: tuple[int, ...], role: Role, unit: str) -> ParamSpec:
@@ -36,4 +37,11 @@ def llama_specs(
 
 
 LLAMA_8B = {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
-LLAMA_405B = {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256}
+LLAMA_405B = {
+    "dim": 16384,
+    "layers": 126,
+    "heads": 128,
+    "kv_heads": 8,
+    "ffn": 53248,
+    "vocab": 128256,
+}

@@ -73,7 +73,8 @@ def test_matrices_stay_whole_and_equal_shapes_together() -> None:
 
 
 def test_units_are_spread_over_ranks() -> None:
-    """On 4 ranks each block puts a feed-forward matrix on three and attention on the fourth: the best there is."""
+    """On 4 ranks each block puts a feed-forward matrix on three and attention on the fourth: the
+    best there is."""
     shares = unit_shares(make_plan(llama_specs(**LLAMA_8B), 4), 1)
     blocks = [share for unit, share in shares.items() if unit.startswith("layers")]
     best_minimum = 2 * 4096 * 4096 + 2 * 1024 * 4096
@@ -104,7 +105,7 @@ def test_large_tails_are_cut_by_rows() -> None:
 
 
 def test_two_tables_fill_every_gap_together() -> None:
-    """What the first table leaves of a gap may be a sliver; the second must fill it all the same."""
+    """What the first leaves of a gap may be a sliver; the second must fill it all the same."""
     stored = PlanSettings(param_bytes=2, grad_bytes=2, state_bytes=2)
     resident, _ = _balance(make_plan(llama_specs(**LLAMA_405B), 128, stored), stored)
     assert resident <= 1.002
@@ -166,7 +167,8 @@ def test_frozen_parameters_weigh_their_own_bytes_alone() -> None:
 
 
 def test_bytes_give_way_to_flops_within_the_tolerance_only() -> None:
-    """A wide and a square matrix of near-equal bytes: FLOPs say pair them crosswise, bytes say otherwise."""
+    """A wide and a square matrix of near-equal bytes: FLOPs say pair them crosswise, bytes say
+    otherwise."""
     specs = [
         _matrix("wide0", 16, 4096),
         _matrix("wide1", 16, 4096),

@@ -63,14 +63,14 @@ def test_units_come_from_a_mapping_or_a_function() -> None:
     ("options", "message"),
     [
         ({"tail_patterns": ["layers.*.wqq.weight"]}, r"layers\.\*\.attention\.wq\.weight"),
-        ({"tail_patterns": ["output.weight"]}, r"'output\.weight' matches no parameter .*head\.output"),
-        ({"per_head_patterns": {"layers.3.attention.wk.weight": 16}}, r"per_head_patterns: .*\*\.attention\.wk"),
+        ({"tail_patterns": ["output.weight"]}, r"'output\.weight' matches no .*head\.output"),
+        ({"per_head_patterns": {"layers.3.attention.wk": 16}}, r"per_head.*\*\.attention\.wk"),
         ({"embedding_fqns": ["tok_embedding.weight"]}, r"near: tok_embeddings\.weight"),
-        ({"per_head_patterns": {"*.wk.weight": 24}}, r"24 rows do not divide the 32 rows of layers\.0"),
+        ({"per_head_patterns": {"*.wk.weight": 24}}, r"24 rows do not divide the 32 rows"),
         ({"per_head_patterns": {"*.wk.weight": 0}}, r"0 rows do not divide"),
         ({"per_head_patterns": {"*.experts.*": 8}}, r"experts\.w1 of shape \(8, 128, 64\).*2D"),
         ({"per_head_patterns": {"*_norm.weight": 8}}, r"attention_norm\.weight .* role tail"),
-        ({"per_head_patterns": {"*.wk.*": 8, "*.attention.*": 16}}, r"wk\.weight matches 2 per_head"),
+        ({"per_head_patterns": {"*.wk.*": 8, "*.attention.*": 16}}, r"wk\.weight matches 2 "),
     ],
 )  # fmt: skip
 def test_wrong_patterns_are_named(options: dict[str, Any], message: str) -> None:
