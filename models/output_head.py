@@ -42,9 +42,8 @@ class OutputHead(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         if tied_to is None:
             self.output = nn.Linear(dim, vocab_size, bias=False)
-        self._tied_to = (
-            tied_to,
-        )  # in a tuple, so that nn.Module does not register it a second time
+        # In a tuple, so that nn.Module does not register the embedding a second time.
+        self._tied_to = (tied_to,)
         self.chunk_tokens = chunk_tokens
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
