@@ -25,9 +25,15 @@ NUM_SPECIAL_TOKENS = 2
 
 def _bytes_of_characters() -> dict[str, int]:
     """Byte-level BPE writes each byte as a printable character: its own if it has one, else the next from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
 
 
 def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -56,12 +62,20 @@ def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--vocab-size", type=int, default=4096, help="with BOS and EOS (default 4096)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="with BOS and EOS (default 4096)"
+    )
     parser.add_argument("--type", choices=("text", "jsonl"), default="text")
-    parser.add_argument("--path", nargs="*", help="files, folders or globs; none: the standard library")
-    parser.add_argument("--field", default="text", help="the field of a JSONL record (default text)")
+    parser.add_argument(
+        "--path", nargs="*", help="files, folders or globs; none: the standard library"
+    )
+    parser.add_argument(
+        "--field", default="text", help="the field of a JSONL record (default text)"
+    )
     args = parser.parse_args()
 
     kind = args.type if args.path else "python_stdlib"
@@ -69,7 +83,9 @@ def main() -> None:
     trained = train(read_texts(kind, files, args.field), args.vocab_size)
     tokens = tokens_in_rank_order(trained)
     if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
-        sys.exit(f"the text has only {len(tokens)} different tokens; give more text or a smaller --vocab-size")
+        sys.exit(
+            f"the text has only {len(tokens)} different tokens; give more text or a smaller --vocab-size"
+        )
     write_ranks(args.output, tokens)
 
     written = load_tokenizer(str(args.output))
@@ -78,9 +94,13 @@ def main() -> None:
         ids = written.encode(text)
         if ids != trained.encode(text).ids:
             args.output.unlink()
-            sys.exit("tiktoken and the trainer disagree on a text; this should not happen, please report it")
+            sys.exit(
+                "tiktoken and the trainer disagree on a text; this should not happen, please report it"
+            )
         count, characters = count + len(ids), characters + len(text)
-    print(f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its training text")
+    print(
+        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its training text"
+    )
 
 
 if __name__ == "__main__":

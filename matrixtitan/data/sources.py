@@ -1,7 +1,7 @@
 """Which files a source of text has, and the records in them.
 
-Owns finding files (a file, folder or glob; the interpreter's own library), reading them plain or gzipped, and the checks
-of a record: a bad one is a `BadRecord` that names its file and line. Never tokenises. Next file: `prepare.py`.
+Owns finding files (a file, folder or glob; the interpreter's own library), reading them plain or gzipped, and the
+checks of a record: a bad one is a `BadRecord` that names its file and line. Never tokenises. Next file: `prepare.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ class BadRecord(ValueError):
 
 
 class Record(NamedTuple):
-    """Bytes of one document, or of a piece of it: `begins` and `ends` say whether it is its first and last."""
+    """Bytes of one document, or of a piece of it: `begins` and `ends` say whether "
+    "it is its first and last."""
 
     path: Path
     line: int  # where it begins, from 1
@@ -41,8 +43,8 @@ class Record(NamedTuple):
 def find_files(kind: str, path: str | Sequence[str], key: str = "data.sources") -> list[Path]:
     """Files of a source in a fixed order. ValueError names `key` where nothing is there.
 
-    `path` is a file, a folder (all files below it that are not hidden; of JSONL and shards those with a fitting suffix) or a
-    glob, or several of them. "python_stdlib" takes none.
+    `path` is a file, a folder (all files below it that are not hidden; of JSONL and shards those with a fitting
+    suffix) or a glob, or several of them. "python_stdlib" takes none.
     """
     if kind == "python_stdlib":
         return _stdlib_files(key)
@@ -64,7 +66,11 @@ def _match(kind: str, pattern: str) -> list[Path]:
         return [expanded.absolute()]
     if expanded.is_dir():
         below = sorted(expanded.absolute().rglob("*"))
-        return [file for file in below if file.is_file() and _is_wanted(kind, file.relative_to(expanded.absolute()))]
+        return [
+            file
+            for file in below
+            if file.is_file() and _is_wanted(kind, file.relative_to(expanded.absolute()))
+        ]
     matches = (Path(name).absolute() for name in glob.glob(str(expanded), recursive=True))
     return [file for file in matches if file.is_file()]
 
@@ -79,27 +85,37 @@ def stdlib_folder() -> Path:
 
 
 def _stdlib_files(key: str) -> list[Path]:
-    """The library's modules without its tests (not every system installs them) and what was generated on this machine."""
+    """The library's modules without its tests (not every system installs them) and what was generated on this
+    machine."""
     folder = stdlib_folder()
-    files = [
-        file
-        for file in folder.rglob("*.py")
-        if not _STDLIB_LEFT_OUT & set(file.relative_to(folder).parts)
-        and not file.name.startswith("_sysconfigdata")
-        and file.stat().st_size > 0
-    ]
+    files: list[Path] = []
+    for below, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _STDLIB_LEFT_OUT]  # not walked into
+        modules = (
+            Path(below, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        )
+        files += [module for module in modules if module.stat().st_size > 0]
     if not files:
-        raise ValueError(f"{key}: this interpreter has no library source in {folder}; give a source of another type")
+        raise ValueError(
+            f"{key}: this interpreter has no library source in {folder}; give a source of another type"
+        )
     return sorted(files)
 
 
 def read_records(kind: str, files: Sequence[Path]) -> Iterator[Record | BadRecord]:
-    """Records of the files in order, as bytes; a file that cannot be read, or is empty, yields a BadRecord."""
+    """Records of the files in order, as bytes; a file that cannot be read, or is "
+    "empty, yields a BadRecord."""
     document = 0
     for path in files:
         try:
             with _open(path) as file:
-                for record in _lines(path, file, document) if kind == "jsonl" else _pieces(path, file, document):
+                for record in (
+                    _lines(path, file, document)
+                    if kind == "jsonl"
+                    else _pieces(path, file, document)
+                ):
                     document = record.document + 1 if record.ends else record.document
                     yield record
         except (OSError, EOFError, zlib.error) as error:  # gzip's errors are among them
@@ -142,7 +158,9 @@ def text_of(kind: str, record: Record, field: str) -> str:
         text = record.raw.decode("utf-8-sig" if record.begins else "utf-8")
     except UnicodeDecodeError as error:
         line = record.line + record.raw[: error.start].count(b"\n")
-        raise BadRecord(f"{record.path} line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from None
+        raise BadRecord(
+            f"{record.path} line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8"
+        ) from None
     if kind != "jsonl":
         return text
     where = f"{record.path} line {record.line}"
@@ -151,15 +169,22 @@ def text_of(kind: str, record: Record, field: str) -> str:
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"{where}: not valid JSON ({error})") from None
     if not isinstance(value, dict) or field not in value:
-        has = f"it has {', '.join(sorted(value))}" if isinstance(value, dict) else f"it is a {type(value).__name__}"
-        raise BadRecord(f"{where}: no field {field!r} ({has}); the source's `field` says which to read")
+        has = (
+            f"it has {', '.join(sorted(value))}"
+            if isinstance(value, dict)
+            else f"it is a {type(value).__name__}"
+        )
+        raise BadRecord(
+            f"{where}: no field {field!r} ({has}); the source's `field` says which to read"
+        )
     if not isinstance(value[field], str) or not value[field]:
         raise BadRecord(f"{where}: field {field!r} is not a text or is empty")
     return value[field]
 
 
 def read_texts(kind: str, files: Sequence[Path], field: str = "text") -> Iterator[str]:
-    """The texts of a source, one by one; the first bad record is raised, except that the library's are left out."""
+    """The texts of a source, one by one; the first bad record is raised, except "
+    "that the library's are left out."""
     for record in read_records(kind, files):
         try:
             if isinstance(record, BadRecord):

@@ -21,8 +21,16 @@ import tiktoken
 
 EMBEDDED_PATH = Path(__file__).parent / "assets" / "python_4096.tiktoken"
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
 )
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _O200K_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -58,7 +66,13 @@ class Family:
 def _llama3_special_tokens(first_id: int) -> dict[str, int]:
     """Llama 3's 256: ten with these ten places, the others reserved."""
     reserved = [f"<|reserved_special_token_{number}|>" for number in range(251)]
-    names = ["<|begin_of_text|>", "<|end_of_text|>", *reserved[:4], "<|start_header_id|>", "<|end_header_id|>"]
+    names = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        *reserved[:4],
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ]
     names += [reserved[4], "<|eot_id|>", *reserved[5:]]
     return {name: first_id + offset for offset, name in enumerate(names)}
 
@@ -71,16 +85,25 @@ def _family_of(num_ranks: int) -> Family:
     gpt = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
     if num_ranks == 128_000:
         return Family(
-            "llama3", LLAMA3_PATTERN, _llama3_special_tokens(num_ranks), "<|begin_of_text|>", "<|end_of_text|>"
+            "llama3",
+            LLAMA3_PATTERN,
+            _llama3_special_tokens(num_ranks),
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
         )
-    if num_ranks in (50_256, 50_280):  # GPT-2 and r50k; p50k, which leaves room for the token at the same place
+    if num_ranks in (
+        50_256,
+        50_280,
+    ):  # GPT-2 and r50k; p50k, which leaves room for the token at the same place
         return Family("gpt2", _GPT2_PATTERN, {"<|endoftext|>": 50_256}, **gpt)
     if num_ranks == 100_256:
         special = {"<|endoftext|>": 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259}
         special |= {"<|fim_suffix|>": 100_260, "<|endofprompt|>": 100_276}
         return Family("cl100k", LLAMA3_PATTERN, special, **gpt)
     if num_ranks == 199_998:
-        return Family("o200k", _O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}, **gpt)
+        return Family(
+            "o200k", _O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}, **gpt
+        )
     special = {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
     return Family("small", LLAMA3_PATTERN, special, "<|begin_of_text|>", "<|end_of_text|>")
 
@@ -113,7 +136,9 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """64 hex digits, a function of all that decides how a text is encoded."""
-        digest = hashlib.sha256(repr((self.family.pattern, sorted(self.family.special_tokens.items()))).encode())
+        digest = hashlib.sha256(
+            repr((self.family.pattern, sorted(self.family.special_tokens.items()))).encode()
+        )
         digest.update(repr((self.bos_id, self.eos_id)).encode())
         for token, rank in sorted(self._ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
@@ -127,7 +152,8 @@ class Tokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of `text` as (T,) uint32. Most of the work is outside the interpreter lock, so threads help."""
+        """Token ids of `text` as (T,) uint32. Most of the work is outside the "
+        "interpreter lock, so threads help."""
         pieces = [
             self._encoding.encode_to_numpy(piece, disallowed_special=())
             for piece in _cut_long_runs(text)
@@ -160,15 +186,22 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             value = int(rank)
         except (ValueError, binascii.Error):
             raise ValueError(
-                f"tokenizer file {path}, line {number}: expected a base64 token and its rank. A rank file is wanted: "
-                "Llama 3's original/tokenizer.model or a .tiktoken file, not a tokenizer.json or a SentencePiece model"
+                f"tokenizer file {path}, line {number}: expected a base64 token and its rank. A "
+                "rank file is wanted: "
+                "Llama 3's original/tokenizer.model or a .tiktoken file, not a tokenizer.json or "
+                "a SentencePiece model"
             ) from None
         if token in ranks:
-            raise ValueError(f"tokenizer file {path}, line {number}: the token {token!r} came before, on rank {ranks[token]}")
+            raise ValueError(
+                f"tokenizer file {path}, line {number}: the token {token!r} came before, on rank "
+                f"{ranks[token]}"
+            )
         ranks[token] = value
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise ValueError(f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the 256 bytes")
+        raise ValueError(
+            f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the 256 bytes"
+        )
     if len(set(ranks.values())) != len(ranks):
         raise ValueError(f"tokenizer file {path}: two tokens have the same rank")
     return ranks
@@ -176,11 +209,14 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
     """Write `tokens`, the rank of each being its place."""
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    )
 
 
 def load_tokenizer(path: str = "") -> Tokenizer:
-    """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that ships here (4,096 tokens).
+    """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that ships here (4,096
+    tokens).
 
     ValueError, with what to do, for a missing file or one that is not a rank file.
     """
@@ -189,15 +225,21 @@ def load_tokenizer(path: str = "") -> Tokenizer:
         file = file / "tokenizer.model"
     if not file.is_file():
         raise ValueError(
-            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama 3's is original/tokenizer.model "
-            "in its model repository) and give its path with `--model.tokenizer_path PATH`; or run on the tokenizer and "
-            """data that ship here with `--model.tokenizer_path "" --data.sources '[{type="python_stdlib"}]'`"""
+            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama "
+            "3's is original/tokenizer.model "
+            "in its model repository) and give its path with `--model.tokenizer_path PATH`; "
+            "or run on the tokenizer and "
+            """data that ship here with `--model.tokenizer_path "" --data.sources "
+            f"'[{type="python_stdlib"}]'`"""
         )
     ranks = read_ranks(file)
     family = _family_of(len(ranks))
     special_ids = set(family.special_tokens.values())
     if special_ids & set(ranks.values()):
-        raise ValueError(f"tokenizer file {file}: its ranks have gaps or take the special tokens' ids {min(special_ids)}..")
+        raise ValueError(
+            f"tokenizer file {file}: its ranks have gaps or take the special tokens' ids "
+            f"{min(special_ids)}.."
+        )
     return Tokenizer(ranks, family, str(file))
 
 
@@ -205,7 +247,9 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     """ValueError if `tokenizer` can make an id that a model of `vocab_size` has no embedding for."""
     if tokenizer.n_words > vocab_size:
         raise ValueError(
-            f"the tokenizer {tokenizer.path} has {tokenizer.n_words} tokens, the model's vocabulary {vocab_size}. Give "
-            f"the model a vocabulary of at least {tokenizer.n_words}, or choose a smaller tokenizer with "
+            f"the tokenizer {tokenizer.path} has {tokenizer.n_words} tokens, the model's "
+            f"vocabulary {vocab_size}. Give "
+            f"the model a vocabulary of at least {tokenizer.n_words}, or choose a smaller "
+            "tokenizer with "
             "model.tokenizer_path"
         )

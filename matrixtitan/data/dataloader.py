@@ -1,0 +1,244 @@
+"""What a trainer calls: batches of the training stream from any place on, and the held-out batches.
+
+Owns turning the config's sources into streams, and the checks of their sizes. The state of the loader is one number,
+the index of the next window of the stream: the global batch of step s (from 1) is windows [(s - 1) * G, s * G) for
+every number of ranks, microbatches and workers. Never a collective. Next file: `dataset.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from matrixtitan.config import Config, DataConfig, DataSource
+from matrixtitan.data.dataset import RankBatches, Windows
+from matrixtitan.data.prepare import TextSource, cached_shards
+from matrixtitan.data.shards import Split, TokenStream, read_header
+from matrixtitan.data.sources import find_files
+from matrixtitan.data.tokenizer import Tokenizer
+from matrixtitan.log import get_logger
+
+logger = get_logger()
+
+_ORDER_VERSION = 1  # raised when the same data and settings would give another stream
+_PREFETCH_BATCHES = 4  # per worker
+
+
+def microbatches(global_batch_size: int, local_batch_size: int, dp_world_size: int) -> int:
+    """Forward passes of `local_batch_size` sequences that each rank makes in a step.
+
+    ValueError, naming the nearest sizes that can be, if the ranks cannot share the global batch evenly.
+    """
+    together = local_batch_size * dp_world_size
+    if global_batch_size % together or global_batch_size < 1:
+        lower = global_batch_size // together * together
+        nearest = [str(size) for size in (lower, lower + together) if size > 0]
+        raise ValueError(
+            f"training.global_batch_size {global_batch_size} cannot be shared evenly: "
+            f"{dp_world_size} ranks of "
+            f"training.local_batch_size {local_batch_size} take {together} sequences at a "
+            "time. The nearest that can: "
+            f"{' or '.join(nearest)}; or change local_batch_size"
+        )
+    return global_batch_size // together
+
+
+class SourceStreams(NamedTuple):
+    """One source's two streams; its name is its key in the config."""
+
+    key: str
+    weight: float
+    train: TokenStream
+    validation: TokenStream
+
+
+def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
+    """The streams of every source, tokenised first where they are not yet. All "
+    "processes may call this at once."""
+    if not data.sources:
+        raise ValueError(
+            'data.sources is empty: name at least one source, such as {type = "python_stdlib"}'
+        )
+    return [
+        _open_source(f"data.sources[{number}]", source, data, tokenizer)
+        for number, source in enumerate(data.sources)
+    ]
+
+
+def _open_source(
+    key: str, source: DataSource, data: DataConfig, tokenizer: Tokenizer
+) -> SourceStreams:
+    if not source.weight > 0:
+        raise ValueError(
+            f"{key}: weight {source.weight} must be above 0; to leave the source out, remove it"
+        )
+    if source.type == "shards":
+        paths = find_files("shards", source.path, key)
+    else:
+        paths = cached_shards(
+            TextSource(source.type, source.path, source.field, key),
+            tokenizer,
+            Path(data.cache_dir),
+            validation_fraction=data.validation_fraction,
+            on_bad_record=data.on_bad_record,
+        )
+    by_split: dict[Split, list[Path]] = {"train": [], "validation": []}
+    for path in paths:
+        by_split[read_header(path).split].append(path)
+    streams = {
+        split: TokenStream(chosen, tokenizer.fingerprint) for split, chosen in by_split.items()
+    }
+    return SourceStreams(key, source.weight, streams["train"], streams["validation"])
+
+
+def build_dataloader(
+    config: Config, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, start_window: int = 0
+) -> StatefulDataLoader:
+    """Endless (tokens, labels) of rank `dp_rank`, each (local_batch_size, seq_len) int64, from `start_window` on.
+
+    To resume, build a new one from the index of the next window. Tokenises text sources on first use. ValueError for
+    data that cannot be read, or is too small for a global batch without repeats.
+    """
+    training = config.training
+    microbatches(training.global_batch_size, training.local_batch_size, dp_world_size)
+    sources = open_sources(config.data, tokenizer)
+    for source in sources:
+        _check_not_empty(source, training.seq_len)
+    windows = Windows(
+        [source.train for source in sources],
+        [source.weight for source in sources],
+        training.seq_len,
+        _seed(config),
+    )
+    _check_sizes(sources, windows, training.global_batch_size)
+    if dp_rank == 0:
+        _describe(sources, windows, training.steps * training.global_batch_size)
+    workers = config.data.num_workers
+    return StatefulDataLoader(
+        RankBatches(
+            windows, training.local_batch_size, dp_rank, dp_world_size, start_window=start_window
+        ),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=_PREFETCH_BATCHES if workers else None,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # its own, so that starting workers draws nothing from the training's
+        snapshot_every_n_steps=1 << 30,  # the state is the window index, which the trainer counts
+    )
+
+
+def build_validation_loader(
+    config: Config, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int
+) -> RankBatches:
+    """The held-out batches of rank `dp_rank`; iterate it anew for each validation: the windows are always the same.
+
+    They are the first validation.steps * training.global_batch_size windows of the held-out stream (all of it for
+    -1), at any world size and batch size; none comes twice. Each rank makes `num_batches` batches, in which
+    `num_windows` rows in all have labels; sum losses and counts of labels over ranks for the token mean. ValueError
+    if nothing is held out.
+    """
+    training, validation = config.training, config.validation
+    sources = open_sources(config.data, tokenizer)
+    usable = [source for source in sources if source.validation.num_windows(training.seq_len)]
+    if not usable:
+        raise ValueError(
+            f"validation.enable: not one window of {training.seq_len} tokens is held out ("
+            + ", ".join(
+                f"{s.key}: {len(s.validation)} tokens, {s.validation.num_documents} documents"
+                for s in sources
+            )
+            + "). Raise data.validation_fraction (shards: prepare them with one), give the "
+            "text as more documents, or turn "
+            "validation off"
+        )
+    if dp_rank == 0 and len(usable) < len(sources):
+        missing = [source.key for source in sources if source not in usable]
+        logger.warning(
+            "validation: nothing is held out of %s; the loss is of the other sources",
+            ", ".join(missing),
+        )
+    windows = Windows(
+        [source.validation for source in usable],
+        [source.weight for source in usable],
+        training.seq_len,
+        _seed(config),
+    )
+    available = windows.order.first_repeat()
+    wanted = available if validation.steps < 0 else validation.steps * training.global_batch_size
+    if dp_rank == 0 and wanted > available:
+        logger.info(
+            "validation: %d windows are held out, fewer than the %d wanted; all are used",
+            available,
+            wanted,
+        )
+    return RankBatches(
+        windows,
+        validation.local_batch_size or training.local_batch_size,
+        dp_rank,
+        dp_world_size,
+        num_windows=min(wanted, available),
+    )
+
+
+def stream_fingerprint(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that decides which window has which index, as JSON values: a resume is exact where it is equal.
+
+    By content: moving the files, or another cache, changes nothing.
+    """
+    sources = open_sources(config.data, tokenizer)
+    return {
+        "order_version": _ORDER_VERSION,
+        "tokenizer": tokenizer.fingerprint,
+        "seq_len": config.training.seq_len,
+        "seed": _seed(config),
+        "weights": [source.weight for source in sources],
+        "contents": [source.train.content for source in sources],
+    }
+
+
+def _seed(config: Config) -> int:
+    return config.debug.seed if config.data.seed is None else config.data.seed
+
+
+def _check_not_empty(source: SourceStreams, seq_len: int) -> None:
+    if source.train.num_windows(seq_len) == 0:
+        raise ValueError(
+            f"{source.key} has {len(source.train)} training tokens, fewer than one window of "
+            f"{seq_len + 1}: give it more "
+            "text or lower training.seq_len"
+        )
+
+
+def _check_sizes(
+    sources: Sequence[SourceStreams], windows: Windows, global_batch_size: int
+) -> None:
+    order = windows.order
+    for source, size, most in zip(
+        sources, order.sizes, order.most_in(global_batch_size), strict=True
+    ):
+        if size < most:
+            raise ValueError(
+                f"{source.key} has {size} windows of {windows.seq_len} tokens, fewer than the "
+                f"{most} that one global batch "
+                "takes from it, which would repeat: give it more text or a smaller weight, or lower "
+                "training.global_batch_size or training.seq_len"
+            )
+
+
+def _describe(sources: Sequence[SourceStreams], windows: Windows, wanted: int) -> None:
+    """Sizes, and how often the run goes through each source: nothing repeats silently."""
+    order = windows.order
+    for number, (source, size) in enumerate(zip(sources, order.sizes, strict=True)):
+        share = order.turns[number] / sum(order.turns)
+        logger.info(
+            "%s: %s tokens in %s windows, %.1f%% of the stream; the whole run reads it %.2f times",
+            source.key,
+            f"{len(source.train):,}",
+            f"{size:,}",
+            100 * share,
+            wanted * share / size,
+        )

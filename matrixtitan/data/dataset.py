@@ -1,0 +1,95 @@
+"""Windows of tokens by their place in the stream, and the batches of one rank.
+
+Owns the mapping (step, microbatch, rank, row) -> window that is the same at any number of ranks and of loader
+workers. Its only state is the index of the first window. Next file: `dataloader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from matrixtitan.data.order import WindowOrder
+from matrixtitan.data.shards import TokenStream
+
+IGNORE_INDEX = -100
+"""The label of a position that counts for nothing."""
+
+
+class Windows:
+    """The endless stream of windows of a mixture of token streams, each window (seq_len + 1,) int64."""
+
+    def __init__(
+        self, streams: Sequence[TokenStream], weights: Sequence[float], seq_len: int, seed: int
+    ) -> None:
+        self.streams = list(streams)
+        self.seq_len = seq_len
+        self.order = WindowOrder([stream.num_windows(seq_len) for stream in streams], weights, seed)
+
+    def read(self, index: int) -> Tensor:
+        place = self.order.place(index)
+        return torch.from_numpy(
+            self.streams[place.source].read(place.window * self.seq_len, self.seq_len + 1)
+        )
+
+
+class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
+    """Batches of rank `dp_rank`: (tokens, labels), each (local_batch_size, seq_len) int64.
+
+    Batch k holds the windows start + k * B * N + dp_rank * B + [0, B), for B sequences a rank and N ranks. It goes on
+    for ever, or with `num_windows` until every rank has made as many batches as hold them all; the rows that are over
+    then have IGNORE_INDEX for labels. In a loader with workers each makes every W-th batch, which the loader puts in
+    order.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        *,
+        start_window: int = 0,
+        num_windows: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= dp_rank < dp_world_size:
+            raise ValueError(f"dp_rank {dp_rank} is not below dp_world_size {dp_world_size}")
+        if start_window < 0:
+            raise ValueError(f"start_window {start_window} is negative; the stream begins at 0")
+        self.windows = windows
+        self.local_batch_size = local_batch_size
+        self.start_window = start_window
+        self.num_windows = num_windows
+        self._offset = dp_rank * local_batch_size
+        self._stride = dp_world_size * local_batch_size
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of each rank; None where there is no end."""
+        return None if self.num_windows is None else -(-self.num_windows // self._stride)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = get_worker_info()
+        number, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        while self.num_batches is None or number < self.num_batches:
+            yield self._batch(number)
+            number += step
+
+    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
+        first = number * self._stride + self._offset
+        batch = torch.stack([self._row(first + row) for row in range(self.local_batch_size)])
+        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if self.num_windows is not None:
+            labels[max(0, self.num_windows - first) :] = IGNORE_INDEX
+        return tokens, labels
+
+    def _row(self, index: int) -> Tensor:
+        """Window number `index` from the start; past the end any window will do, for "
+        "its labels are ignored."""
+        if self.num_windows is not None and index >= self.num_windows:
+            index = 0
+        return self.windows.read(self.start_window + index)

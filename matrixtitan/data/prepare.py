@@ -1,0 +1,381 @@
+"""Text to token shards, once: on all cores, cached, complete or not there at all.
+
+Owns tokenising a source into shards (training and held-out documents apart) and the cache of them. Never runs a
+collective: of the processes that want the same shards, the one that takes the lock makes them and the others wait on
+the lock, which the system frees if that one dies. Next file: `shards.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from matrixtitan.data.shards import SPLITS, ShardWriter, Split, dtype_for
+from matrixtitan.data.sources import (
+    BadRecord,
+    Record,
+    find_files,
+    read_records,
+    stdlib_folder,
+    text_of,
+)
+from matrixtitan.data.tokenizer import Tokenizer
+from matrixtitan.log import get_logger
+
+logger = get_logger()
+
+OnBadRecord = Literal["error", "skip"]
+
+SHARD_TOKENS = 1 << 30
+_TASK_BYTES = 1 << 20
+_CACHE_VERSION = 1  # raised when the same text would give other shards
+_NAMED_SKIPS = 5  # bad records that are logged one by one; the others are only counted
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text to tokenise. `key` is its name in messages, such as "data.sources[0]"."""
+
+    kind: Literal["python_stdlib", "text", "jsonl"]
+    path: Sequence[str] = ()
+    field: str = "text"
+    key: str = "data.sources[0]"
+
+
+@dataclass
+class Counts:
+    """What tokenising a source gave; `documents` and `tokens` are of (training, held-out)."""
+
+    documents: tuple[int, int]
+    tokens: tuple[int, int]
+    skipped: int
+
+
+class _Encoded(NamedTuple):
+    """Result of a task: for each split its tokens and the number of documents that begin in them."""
+
+    tokens: dict[Split, np.ndarray]
+    documents: dict[Split, int]
+    skipped: list[str]
+    num_bytes: int
+
+
+def split_of(document: int, validation_fraction: float) -> Split:
+    """Every 1/fraction-th document is held out, whatever the documents are."""
+    held_out = math.floor((document + 1) * validation_fraction) > math.floor(
+        document * validation_fraction
+    )
+    return "validation" if held_out else "train"
+
+
+def tokenize(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    validation_fraction: float,
+    on_bad_record: OnBadRecord = "error",
+    shard_tokens: int = SHARD_TOKENS,
+    num_threads: int | None = None,
+) -> Counts:
+    """Write the shards of `source` into the existing `folder`: `train-*.bin` and `validation-*.bin`.
+
+    Each document is BOS, its tokens, EOS (one mark between documents where the tokenizer's BOS and EOS are the same).
+    The result does not depend on the number of threads. ValueError, naming file and line, at the first bad record
+    unless they are to be skipped; of the standard library, files that are not UTF-8 are always left out.
+    """
+    files = find_files(source.kind, source.path, source.key)
+    skip = on_bad_record == "skip" or source.kind == "python_stdlib"
+    dtype = dtype_for(tokenizer.n_words)
+    writers = {
+        split: ShardWriter(folder, split, tokenizer.fingerprint, dtype, shard_tokens)
+        for split in SPLITS
+    }
+    progress = _Progress(source.key, files)
+
+    def encode(records: list[Record | BadRecord]) -> _Encoded:
+        return _encode(source, tokenizer, records, validation_fraction, dtype, skip)
+
+    skipped = 0
+    tasks = _tasks(read_records(source.kind, files))
+    for encoded in _in_order(encode, tasks, num_threads or len(os.sched_getaffinity(0))):
+        for split, writer in writers.items():
+            writer.append(encoded.tokens[split], encoded.documents[split])
+        for message in encoded.skipped:
+            skipped += 1
+            if skipped <= _NAMED_SKIPS:
+                logger.warning("%s: skipped: %s", source.key, message)
+        progress.advance(encoded.num_bytes, sum(writer.num_tokens for writer in writers.values()))
+    progress.close()
+    for writer in writers.values():
+        writer.close()
+    _warn_of_skips(source.key, skipped)
+    train, validation = writers["train"], writers["validation"]
+    return Counts(
+        (train.num_documents, validation.num_documents),
+        (train.num_tokens, validation.num_tokens),
+        skipped,
+    )
+
+
+def _warn_of_skips(key: str, skipped: int) -> None:
+    if skipped:
+        logger.warning("%s: %d bad records skipped in all", key, skipped)
+
+
+def _tasks(records: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
+    """Records in lots that are worth a thread's while."""
+    lot: list[Record | BadRecord] = []
+    num_bytes = 0
+    for record in records:
+        lot.append(record)
+        num_bytes += len(record.raw) if isinstance(record, Record) else 0
+        if num_bytes >= _TASK_BYTES:
+            yield lot
+            lot, num_bytes = [], 0
+    if lot:
+        yield lot
+
+
+def _in_order(
+    encode: Callable[[list[Record | BadRecord]], _Encoded],
+    tasks: Iterable[list[Record | BadRecord]],
+    num_threads: int,
+) -> Iterator[_Encoded]:
+    """Results of `encode` on every task, in order, with a bounded number of tasks under way."""
+    pending: deque[Future[_Encoded]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for task in tasks:
+                pending.append(pool.submit(encode, task))
+                if len(pending) > 2 * num_threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _encode(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    records: Sequence[Record | BadRecord],
+    validation_fraction: float,
+    dtype: np.dtype,
+    skip: bool,
+) -> _Encoded:
+    parts: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+    documents = dict.fromkeys(SPLITS, 0)
+    skipped: list[str] = []
+    bos = np.array([tokenizer.bos_id], dtype)
+    eos = np.array([tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else [], dtype)
+    num_bytes = 0
+    for record in records:
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            num_bytes += len(record.raw)
+            tokens = tokenizer.encode_array(text_of(source.kind, record, source.field)).astype(
+                dtype
+            )
+        except BadRecord as error:
+            if not skip:
+                raise ValueError(
+                    f'{source.key}: {error}. To leave such records out: data.on_bad_record = "skip"'
+                ) from None
+            skipped.append(str(error))
+            continue
+        split = split_of(record.document, validation_fraction)
+        parts[split] += [bos] * record.begins + [tokens] + [eos] * record.ends
+        documents[split] += record.begins
+    empty = np.empty(0, dtype)
+    return _Encoded(
+        {split: np.concatenate([empty, *parts[split]]) for split in SPLITS},
+        documents,
+        skipped,
+        num_bytes,
+    )
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def cached_shards(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    *,
+    validation_fraction: float,
+    on_bad_record: OnBadRecord = "error",
+) -> list[Path]:
+    """Shards of `source`, made on the first call for these files and this tokenizer, found on later ones.
+
+    Any number of processes may call this at once. ValueError for bad records, RuntimeError if the cache cannot be used.
+    """
+    cache_dir = cache_dir.expanduser()
+    name = _cache_name(source, tokenizer, validation_fraction, on_bad_record)
+    ready = cache_dir / name
+    if not ready.is_dir():
+        with _lock(cache_dir, name, source.key):
+            if not ready.is_dir():  # another process may have made it while this one waited
+                _fill_cache(source, tokenizer, ready, validation_fraction, on_bad_record)
+    else:
+        _warn_of_skips(source.key, json.loads((ready / "counts.json").read_text())["skipped"])
+    return sorted(ready.glob("*.bin"))
+
+
+def _fill_cache(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    ready: Path,
+    validation_fraction: float,
+    on_bad_record: OnBadRecord,
+) -> None:
+    """Under the lock: what an interrupted process left is removed; the folder gets "
+    "its name when all is in it."""
+    building = ready.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        counts = tokenize(
+            source,
+            tokenizer,
+            building,
+            validation_fraction=validation_fraction,
+            on_bad_record=on_bad_record,
+        )
+        (building / "counts.json").write_text(json.dumps(asdict(counts)))
+        building.rename(ready)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    logger.info(
+        "%s: %s documents, %s tokens, %s of them held out; kept in %s",
+        source.key,
+        f"{sum(counts.documents):,}",
+        f"{sum(counts.tokens):,}",
+        f"{counts.tokens[1]:,}",
+        ready,
+    )
+
+
+def _cache_name(
+    source: TextSource, tokenizer: Tokenizer, validation_fraction: float, on_bad_record: OnBadRecord
+) -> str:
+    """32 hex digits of all that the shards depend on; files by path, size and time of change."""
+    files = find_files(source.kind, source.path, source.key)
+    digest = hashlib.sha256()
+    settings = (
+        _CACHE_VERSION,
+        source.kind,
+        source.field,
+        tokenizer.fingerprint,
+        validation_fraction,
+        on_bad_record,
+    )
+    digest.update(repr(settings).encode())
+    if (
+        source.kind == "python_stdlib"
+    ):  # alike on all machines with this interpreter, whenever it was installed
+        digest.update(platform.python_version().encode())
+        files_below = (
+            (str(file.relative_to(stdlib_folder())), file.stat().st_size, 0) for file in files
+        )
+    else:
+        files_below = ((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    for entry in files_below:
+        digest.update(repr(entry).encode())
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
+    """Hold the file lock of a cache entry; the system frees it if this process dies, so that nobody waits for the
+    dead."""
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        file = (cache_dir / f"{name}.lock").open("w")
+    except OSError as error:
+        raise RuntimeError(
+            f"data.cache_dir: cannot write in {cache_dir} ({error}); set it to a folder that can be"
+        ) from None
+    with file:
+        started, told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told and time.monotonic() - started > 5:
+                    logger.info("%s: waiting for the process that tokenises it", key)
+                    told = True
+                time.sleep(0.05)
+            except OSError as error:
+                raise RuntimeError(
+                    f"data.cache_dir: {cache_dir} has no file locks ({error}); set it to a folder on "
+                    "a local disk"
+                ) from None
+        yield
+
+
+class _Progress:
+    """A line on standard error: a bar in a terminal, else a line now and then. "
+    "Short work shows nothing."""
+
+    _WIDTH = 30
+
+    def __init__(self, label: str, files: Sequence[Path]) -> None:
+        self._label = label
+        self._terminal = sys.stderr.isatty()
+        self._interval = 0.2 if self._terminal else 15.0
+        plain = all(file.suffix != ".gz" for file in files)
+        self._total = (
+            sum(file.stat().st_size for file in files) if plain else None
+        )  # unknown before unpacking
+        self._done = 0
+        self._started = self._shown = time.monotonic()
+        self._drawn = False
+
+    def advance(self, num_bytes: int, num_tokens: int) -> None:
+        self._done += num_bytes
+        now = time.monotonic()
+        if now - self._shown < self._interval:
+            return
+        self._shown = now
+        rate = self._done / (now - self._started)
+        line = f"tokenising {self._label} {self._bar()}{self._done / 1e6:,.0f} MB, "
+        line += f"{num_tokens:,} tokens, {rate / 1e6:.1f} MB/s"
+        print(
+            f"\r{line}\x1b[K" if self._terminal else line,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._drawn = True
+
+    def _bar(self) -> str:
+        if not self._total:
+            return ""
+        share = min(1.0, self._done / self._total)
+        filled = round(share * self._WIDTH)
+        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}] {share:4.0%}, "
+
+    def close(self) -> None:
+        if self._drawn and self._terminal:
+            print(file=sys.stderr)
