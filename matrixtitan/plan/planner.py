@@ -83,9 +83,8 @@ class _Placement:
         self.world_size = world_size
         self.blocks: list[dict[int, int]] = [{} for _ in specs]  # by parameter: rank -> blocks
         self.bytes = [0] * world_size
-        self.units: defaultdict[str, list[int]] = defaultdict(
-            lambda: [0] * world_size
-        )  # elements by rank
+        # by unit: elements on each rank
+        self.units: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)
         self.total_bytes = sum(self._held_bytes(i) for i in range(len(specs)))
         self.unit_numel: Counter[str] = Counter()
         for spec in specs:
