@@ -444,6 +444,8 @@ def _problems(config: Config) -> Iterator[str]:
     if not 0 <= parallelism.dry_run_rank < max(1, parallelism.dry_run_world_size):
         yield f"parallelism.dry_run_rank {parallelism.dry_run_rank} is outside dry_run_world_size"
     total = schedule.total_steps if schedule.total_steps is not None else training.steps
+    if total < training.steps:
+        yield f"lr_scheduler.total_steps {total} ends before training.steps {training.steps}; raise it with the steps"
     if schedule.warmup_steps > total:
         yield f"lr_scheduler.warmup_steps {schedule.warmup_steps} exceeds the {total} steps; lower it"
     for name, share in {
