@@ -1,0 +1,161 @@
+"""The loader: what it accepts, what it says of mistakes, and that every shipped file loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tomli
+
+from matrixtitan.config import (
+    CONFIG_FOLDER,
+    Config,
+    ConfigError,
+    all_keys,
+    config_from_dict,
+    help_text,
+    load_config,
+    to_toml,
+)
+
+NEEDS_FILES = sorted(path.name for path in CONFIG_FOLDER.glob("llama_*.toml"))
+EMBEDDED = ["--model.tokenizer_path", "", "--data.sources", '[{type = "python_stdlib"}]']
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nglobal_batch_size = 8\n" + text)
+    return load_config(["--config", str(path), *overrides])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = load_config(["--config", str(path), *EMBEDDED])
+    assert config_from_dict(tomli.loads(to_toml(config)), "again") == config
+
+
+@pytest.mark.parametrize("name", NEEDS_FILES)
+def test_real_configs_say_what_they_lack_and_how_to_run_without(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(["--config", name, "--training.steps", "100"])
+    message = str(error.value)
+    assert "tokenizer.model" in message
+    assert "data.sources[0].path" in message
+    assert """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'""" in message
+
+
+def test_names_are_found_with_and_without_suffix_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config([]) == load_config(["--config", "debug"]) == load_config(["--config=debug.toml"])
+    (tmp_path / "debug.toml").write_text("[training]\nglobal_batch_size = 3\n")
+    assert load_config(["--config", "debug"]).training.global_batch_size == 3  # a path comes first
+    with pytest.raises(ConfigError, match="did you mean debug"):
+        load_config(["--config", "debgu"])
+
+
+def test_overrides_of_every_kind(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "",
+        "--training.steps",
+        "12",
+        "--job.description=two words = here",
+        "--optimizer.lr",
+        "1",
+        "--optimizer.tail_patterns",
+        '["layers.0.*", "a b"]',
+        "--optimizer.per_head_patterns",
+        "layers.*.wq.weight",
+        "--compile.enable",
+        "true",
+        "--lr_scheduler.warmup_steps",
+        "2",
+        "--optimizer.groups",
+        '[{pattern = "layers.*", lr = 0.5}]',
+        "--model.tie_embeddings",
+        "none",
+        "--optimizer.ns_coefficients",
+        "[[1, 2, 3], [4.5, 5, 6]]",
+        "--data.seed",
+        "7",
+    )
+    assert config.training.steps == 12
+    assert config.job.description == "two words = here"
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.optimizer.tail_patterns == ("layers.0.*", "a b")
+    assert config.optimizer.per_head_patterns == ("layers.*.wq.weight",)
+    assert config.compile.enable is True
+    assert config.optimizer.groups[0].lr == 0.5
+    assert config.optimizer.groups[0].weight_decay is None
+    assert config.model.tie_embeddings is None
+    assert config.optimizer.ns_coefficients == ((1.0, 2.0, 3.0), (4.5, 5.0, 6.0))
+    assert config.data.seed == 7
+
+
+MISTAKES = [
+    ("[trainig]\nsteps = 1", (), r"unknown section \[trainig\]; did you mean training"),
+    ("[optimizer]\nlearning_rate = 1", (), r"unknown key optimizer\.learning_rate"),
+    ("", ("--training.step", "3"), r"--training\.step; did you mean training\.steps\?"),
+    ("", ("--training.steps", "1.5"), r"training\.steps must be whole number, not 1\.5"),
+    ("", ("--training.steps", "true"), r"training\.steps must be whole number"),
+    ("", ("--compile.enable", "1"), r"compile\.enable must be true or false"),
+    ("", ("--optimizer.name", "muonn"), "did you mean muon"),
+    ("", ("--optimizer.tail_patterns", "['a"), "is no TOML value"),
+    ("", ("--training.steps",), "lacks a value"),
+    ("", ("steps", "3"), "belongs to no option"),
+    ("", ("--training.global_batch_size", "0"), r"training\.global_batch_size is required"),
+    ("", ("--parallelism.tensor_parallel_degree", "2"), "data parallelism only"),
+    ("", ("--parallelism.pipeline_parallel_degree", "2"), "data parallelism only"),
+    ("", ("--parallelism.context_parallel_degree", "2"), "data parallelism only"),
+    ("", ("--metrics.enable_wandb", "true"), "Weights & Biases is not supported"),
+    ("", ("--parallelism.strategy", "fsdp2", "--optimizer.name", "soap"), r"optimizer\.name soap"),
+    ("", ("--lr_scheduler.warmup_steps", "2000"), r"lr_scheduler\.warmup_steps 2000 exceeds the 1000 steps"),
+    ("", ("--lr_scheduler.decay_ratio", "0.9"), "overlap"),
+    ("", ("--lr_scheduler.total_steps", "500"), "ends before training.steps"),
+    ("", ("--checkpoint.keep_latest_k", "1"), "keep at least 2"),
+    ("", ("--activation_checkpoint.selective_ac_option", "some"), "write op or a number"),
+    ("", ("--data.sources", '[{type = "text", path = "/none/*.txt"}]'), "nothing matches '/none/"),
+    ("", ("--data.sources", '[{type = "text"}]'), "needs a path"),
+    ("", ("--data.sources", '[{kind = "text"}]'), r"unknown key data\.sources\[0\]\.kind"),
+    ("steps = [", (), "not a TOML file"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
+def test_mistakes_name_the_key_and_what_to_change(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text, *overrides)
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.toml"):
+        load(tmp_path, "[optimizer]\nlr = 'fast'")
+
+
+def test_print_config_prints_what_loads_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[training]\nglobal_batch_size = 8\n[job]\ndescription = "a \\"b\\" \\\\ c"\n')
+    expected = load_config(["--config", str(path), "--optimizer.lr", "1e-4"])
+    with pytest.raises(SystemExit) as stop:
+        load_config(["--config", str(path), "--optimizer.lr", "1e-4", "--print-config"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert config_from_dict(tomli.loads(printed), "printed") == expected
+
+
+def test_help_lists_every_key_with_type_default_and_meaning() -> None:
+    text = help_text()
+    for name in all_keys():
+        assert f"--{name}  (" in text
+    for section in dataclasses.fields(Config):
+        for option in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
+            assert option.metadata["doc"] in text
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().training.steps = 3  # type: ignore[misc]
