@@ -7,6 +7,7 @@ every number of ranks, microbatches and workers. Never a collective. Next file: 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,18 +118,25 @@ def build_dataloader(
     _check_sizes(sources, windows, training.global_batch_size)
     if dp_rank == 0:
         _describe(sources, windows, training.steps * training.global_batch_size)
-    workers = config.data.num_workers
-    return StatefulDataLoader(
-        RankBatches(
-            windows, training.local_batch_size, dp_rank, dp_world_size, start_window=start_window
-        ),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=_PREFETCH_BATCHES if workers else None,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # its own, so that starting workers draws nothing from the training's
-        snapshot_every_n_steps=1 << 30,  # the state is the window index, which the trainer counts
+    batches = RankBatches(
+        windows, training.local_batch_size, dp_rank, dp_world_size, start_window=start_window
     )
+    return _prefetching(batches, config.data.num_workers)
+
+
+def _prefetching(batches: RankBatches, workers: int) -> StatefulDataLoader:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital")  # torch's word to torchdata
+        return StatefulDataLoader(
+            batches,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=_PREFETCH_BATCHES if workers else None,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own, so that nothing is drawn from the training's
+            snapshot_every_n_steps=1
+            << 30,  # the state is the window index, which the trainer counts
+        )
 
 
 def build_validation_loader(
@@ -152,8 +160,7 @@ def build_validation_loader(
                 for s in sources
             )
             + "). Raise data.validation_fraction (shards: prepare them with one), give the "
-            "text as more documents, or turn "
-            "validation off"
+            "text as more documents, or turn validation off"
         )
     if dp_rank == 0 and len(usable) < len(sources):
         missing = [source.key for source in sources if source not in usable]

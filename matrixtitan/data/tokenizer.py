@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from matrixtitan.config import EMBEDDED_OVERRIDES
+
 EMBEDDED_PATH = Path(__file__).parent / "assets" / "python_4096.tiktoken"
 
 LLAMA3_PATTERN = "|".join(
@@ -225,12 +227,10 @@ def load_tokenizer(path: str = "") -> Tokenizer:
         file = file / "tokenizer.model"
     if not file.is_file():
         raise ValueError(
-            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama "
-            "3's is original/tokenizer.model "
-            "in its model repository) and give its path with `--model.tokenizer_path PATH`; "
-            "or run on the tokenizer and "
-            """data that ship here with `--model.tokenizer_path "" --data.sources "
-            f"'[{type="python_stdlib"}]'`"""
+            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama 3's is "
+            "original/tokenizer.model in its model repository) and give its path with "
+            "`--model.tokenizer_path PATH`; or run on the tokenizer and data that ship here with "
+            f"`{EMBEDDED_OVERRIDES}`"
         )
     ranks = read_ranks(file)
     family = _family_of(len(ranks))

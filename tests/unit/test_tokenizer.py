@@ -1,0 +1,181 @@
+"""The tokenizer: what ships, rank files of every family, errors that say what to do, training."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import pathlib
+import sys
+import types
+
+import pytest
+
+from matrixtitan.data.tokenizer import (
+    EMBEDDED_PATH,
+    Tokenizer,
+    check_vocab,
+    load_tokenizer,
+    read_ranks,
+    write_ranks,
+)
+
+SAMPLES = [
+    "",
+    "def f(x):\n    return x + 12345  # naïve café\n\n\n",
+    "I'll say: \"it's 日本語, ok?\"\t\r\n   trailing   ",
+    "emoji \U0001f600 and \x00 control",
+    "<|begin_of_text|>not special<|end_of_text|>",
+]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Tokenizer:
+    return load_tokenizer("")
+
+
+@pytest.fixture(scope="module")
+def trainer() -> types.ModuleType:
+    """tools/train_tokenizer.py as a module."""
+    path = pathlib.Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+    spec = importlib.util.spec_from_file_location("train_tokenizer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_llama_like(path: pathlib.Path, num_ranks: int) -> None:
+    """A rank file of that many tokens: the bytes, then made-up pairs and triples of them."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    number = 0
+    while len(tokens) < num_ranks:
+        tokens.append(number.to_bytes(3, "big"))
+        number += 1
+    write_ranks(path, tokens)
+
+
+def test_embedded_has_4096_tokens_with_bos_and_eos(embedded: Tokenizer) -> None:
+    assert embedded.n_words == embedded.vocab_size == 4096
+    assert (embedded.bos_id, embedded.eos_id) == (4094, 4095)
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_round_trip(embedded: Tokenizer, text: str) -> None:
+    ids = embedded.encode(text)
+    assert embedded.decode(ids) == text
+    assert all(0 <= token < 4094 for token in ids)  # special tokens in a text are ordinary text
+
+
+def test_bos_and_eos_where_asked(embedded: Tokenizer) -> None:
+    plain = embedded.encode("pass")
+    assert embedded.encode("pass", bos=True, eos=True) == [embedded.bos_id, *plain, embedded.eos_id]
+    assert embedded.encode_ordinary_batch(["pass", ""]) == [plain, []]
+
+
+def test_compresses_source_code(embedded: Tokenizer) -> None:
+    text = pathlib.Path(sys.modules["argparse"].__file__).read_text()
+    assert len(text) / len(embedded.encode(text)) > 3.0
+
+
+def test_a_very_long_run_is_encoded(embedded: Tokenizer) -> None:
+    text = "x = '" + "a" * 1_200_000 + "'" + " " * 60_000 + "end"
+    assert embedded.decode(embedded.encode(text)) == text
+
+
+def test_fingerprint_follows_ranks(embedded: Tokenizer, tmp_path: pathlib.Path) -> None:
+    assert load_tokenizer(str(EMBEDDED_PATH)).fingerprint == embedded.fingerprint
+    tokens = list(read_ranks(EMBEDDED_PATH))
+    tokens[-1], tokens[-2] = tokens[-2], tokens[-1]
+    write_ranks(tmp_path / "other", tokens)
+    assert load_tokenizer(str(tmp_path / "other")).fingerprint != embedded.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "n_words", "bos", "eos"),
+    [
+        (128_000, 128_256, 128_000, 128_001),
+        (50_256, 50_257, 50_256, 50_256),
+        (100_256, 100_277, 100_257, 100_257),
+    ],
+)
+def test_families(tmp_path: pathlib.Path, num_ranks: int, n_words: int, bos: int, eos: int) -> None:
+    path = tmp_path / "tokenizer.model"
+    write_llama_like(path, num_ranks)
+    tokenizer = load_tokenizer(str(tmp_path))  # the folder that holds it will do
+    assert (tokenizer.n_words, tokenizer.bos_id, tokenizer.eos_id) == (n_words, bos, eos)
+
+
+def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
+    """Ids as in Llama 3's own tokenizer: https://github.com/meta-llama/llama3 (llama/tokenizer.py)."""
+    write_llama_like(tmp_path / "tokenizer.model", 128_000)
+    special = load_tokenizer(str(tmp_path / "tokenizer.model")).family.special_tokens
+    assert sorted(special.values()) == list(range(128_000, 128_256))
+    assert special["<|start_header_id|>"] == 128_006
+    assert special["<|end_header_id|>"] == 128_007
+    assert special["<|eot_id|>"] == 128_009
+    assert special["<|reserved_special_token_250|>"] == 128_255
+
+
+def test_missing_file_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="no file") as error:
+        load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'""" in str(
+        error.value
+    )
+
+
+def test_not_a_rank_file_names_the_line(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("aGk= 0\n{}\n")
+    with pytest.raises(ValueError, match=r"tokenizer\.json, line 2: expected a base64 token"):
+        load_tokenizer(str(path))
+
+
+def test_damaged_rank_files(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ranks"
+    tokens = [bytes([byte]) for byte in range(256)]
+    write_ranks(path, tokens[:-3])
+    with pytest.raises(ValueError, match="no token for 3 of the 256 bytes"):
+        load_tokenizer(str(path))
+    write_ranks(path, [*tokens, tokens[0]])
+    with pytest.raises(ValueError, match="line 257: the token .* came before"):
+        load_tokenizer(str(path))
+    write_ranks(path, tokens)
+    path.write_bytes(path.read_bytes() + base64.b64encode(b"ab") + b" 3\n")
+    with pytest.raises(ValueError, match="same rank"):
+        load_tokenizer(str(path))
+    write_ranks(path, tokens)
+    path.write_bytes(
+        path.read_bytes() + base64.b64encode(b"ab") + b" 258\n"
+    )  # 257 ranks: EOS is 258
+    with pytest.raises(ValueError, match="special tokens' ids"):
+        load_tokenizer(str(path))
+
+
+def test_check_vocab(embedded: Tokenizer) -> None:
+    check_vocab(embedded, 4096)
+    with pytest.raises(
+        ValueError, match=r"4096 tokens, the model's vocabulary 4000.*tokenizer_path"
+    ):
+        check_vocab(embedded, 4000)
+
+
+def test_trained_file_gives_the_trainer_s_tokens(
+    trainer: types.ModuleType, tmp_path: pathlib.Path
+) -> None:
+    corpus = [
+        pathlib.Path(sys.modules[name].__file__).read_text()
+        for name in ("argparse", "inspect", "pickle")
+    ]
+    trained = trainer.train(iter(corpus), 600)
+    write_ranks(tmp_path / "small", trainer.tokens_in_rank_order(trained))
+    written = load_tokenizer(str(tmp_path / "small"))
+    assert written.n_words == 600
+    for text in [*SAMPLES, *corpus, pathlib.Path(sys.modules["base64"].__file__).read_text()]:
+        assert written.encode(text) == trained.encode(text).ids
+
+
+def test_llama3_pattern(trainer: types.ModuleType) -> None:
+    """Words with one sign before them, digits by threes, line ends together."""
+    pre_tokenizer = trainer.train(iter(["a"]), 258).pre_tokenizer
+    pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("a.b(c)  12345's\n\n  x")]
+    assert pieces == ["a", ".b", "(c", ")", "Ġ", "Ġ", "123", "45", "'s", "ĊĊ", "Ġ", "Ġx"]
