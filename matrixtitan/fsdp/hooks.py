@@ -26,7 +26,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,11 @@ class UnitState:
         return any(call.needs_weights for call in self.calls)
 
 
-class CheckOrder(Protocol):
-    """Raises on every rank unless all ranks gather the unit of this index now."""
-
-    def __call__(self, index: int) -> None: ...
-
-
 class Schedule:
-    """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself."""
+    """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself.
+
+    `check_order` raises on every rank unless all ranks gather the unit of the same index now.
+    """
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class Schedule:
         states: list[UnitState],
         *,
         prefetch: int,
-        check_order: CheckOrder,
+        check_order: Callable[[int], None],
         param_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
     ) -> None:

@@ -9,8 +9,8 @@ same order on every rank. Ranks are group ranks throughout. `plan/cost.py` has t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ class Star(Transport):
 
 
 class _Message(NamedTuple):
-    call: object  # dist.isend or dist.irecv
+    call: Callable[..., Any]  # dist.isend or dist.irecv
     tensor: Tensor
     peer: int
     tag: int
