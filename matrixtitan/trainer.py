@@ -142,6 +142,8 @@ class Trainer:
             plan = json.dumps(self.plan.to_json(), indent=1)
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_text("plan", plan)
+        if self.config.parallelism.dry_run_world_size:
+            logger.info("dry run: memory and the time to compute are those of rank %d; losses mean nothing", self.world.rank)
         logger.info(
             "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
             self.config.model.name,
@@ -203,6 +205,8 @@ class Trainer:
         """Clip and step the optimizers; return the gradient norm. A norm that is not finite changes no weight."""
         with self.metrics.timer.phase("optimizer"):
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
+            if self.config.parallelism.dry_run_world_size:
+                grad_norm = self._zero_gradients()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
                 self.strategy.step(self.optimizers)
             else:
@@ -210,12 +214,19 @@ class Trainer:
             self.strategy.model.zero_grad(set_to_none=True)
         return grad_norm
 
+    def _zero_gradients(self) -> float:
+        """In a dry run no other rank sends anything, so values mean nothing; zeros keep every optimizer going."""
+        for param in self.strategy.stepped_parameters():
+            if param.tensor.grad is not None:
+                param.tensor.grad.zero_()
+        return 0.0
+
     def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """All ranks are here together: find out where it began, then stop or skip."""
         losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
-        where = f"the loss of ranks {bad}" if bad else "no loss, but gradients: they overflowed in backward"
+        where = f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
         message = f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before this step"
         if self.config.training.on_nonfinite == "stop":
             raise NonFiniteError(

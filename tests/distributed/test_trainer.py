@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import math
 import re
@@ -25,7 +26,7 @@ TOLERANCE = 5e-5
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small text: enough windows for every test here."""
     folder = tmp_path_factory.mktemp("corpus")
-    source = Path(json.__file__).parent
+    source = Path(email.__file__).parent
     for path in source.glob("*.py"):
         (folder / f"{path.stem}.txt").write_text(path.read_text())
     return folder
@@ -46,7 +47,7 @@ flavor = "debug"
 [data]
 sources = [{{ type = "text", path = ["{corpus}/*.txt"] }}]
 cache_dir = "{corpus}"
-validation_fraction = 0.1
+validation_fraction = 0.2
 num_workers = 0
 
 [training]
@@ -200,8 +201,10 @@ def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> tupl
         return message, weights, trainer.state.skipped_steps
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "matrix_fsdp"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])  # inf: the loss alone is bad, its gradients are numbers
+@pytest.mark.parametrize(
+    ("strategy", "value"),
+    [("ddp", math.nan), ("matrix_fsdp", math.inf)],  # inf: the loss alone is bad, its own gradients are numbers
+)
 def test_one_ranks_bad_loss_stops_all_before_the_update(
     corpus: Path, tmp_path: Path, strategy: str, value: float
 ) -> None:

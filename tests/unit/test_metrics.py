@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from matrixtitan.config import MetricsConfig
 from matrixtitan.metrics import (
     PEAK_FLOPS,
+    Metrics,
     OverRanks,
     PhaseTimer,
     ProgressBar,
@@ -145,3 +148,49 @@ def test_progress_bar_is_silent_where_there_is_no_terminal(tmp_path: Path) -> No
         bar.clear()
         stream.seek(0)
         assert stream.read() == ""
+
+
+def metrics(folder: Path, start_step: int, rank: int = 0) -> Metrics:
+    return Metrics(
+        MetricsConfig(),
+        folder,
+        device=CPU,
+        rank=rank,
+        world_size=1,
+        flops_per_token=1.0,
+        total_steps=10,
+        start_step=start_step,
+    )
+
+
+def test_a_resumed_run_continues_the_curves_and_drops_what_was_lost(tmp_path: Path) -> None:
+    first = metrics(tmp_path, start_step=0)
+    for step in range(1, 6):
+        first.log_validation(step, loss=1.0, tokens=8)
+    first.close()
+    resumed = metrics(tmp_path, start_step=3)  # the newest checkpoint was at step 3; steps 4 and 5 run again
+    for step in range(4, 7):
+        resumed.log_validation(step, loss=2.0, tokens=8)
+    resumed.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss/validation")]
+    assert found == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
+    writer = metrics(tmp_path, start_step=0)
+    writer.log_text("config", "[training]\nsteps = 3")
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "    [training]\n    steps = 3"
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    other = metrics(tmp_path, start_step=0, rank=1)
+    other.log_validation(1, loss=1.0, tokens=8)
+    other.log_text("config", "text")
+    other.close()
+    assert list(tmp_path.iterdir()) == []
