@@ -40,10 +40,9 @@ def microbatches(global_batch_size: int, local_batch_size: int, dp_world_size: i
         nearest = [str(size) for size in (lower, lower + together) if size > 0]
         raise ValueError(
             f"training.global_batch_size {global_batch_size} cannot be shared evenly: "
-            f"{dp_world_size} ranks of "
-            f"training.local_batch_size {local_batch_size} take {together} sequences at a "
-            "time. The nearest that can: "
-            f"{' or '.join(nearest)}; or change local_batch_size"
+            f"{dp_world_size} ranks of training.local_batch_size {local_batch_size} take "
+            f"{together} sequences at a time. The nearest that can: {' or '.join(nearest)}; or "
+            "change local_batch_size"
         )
     return global_batch_size // together
 
@@ -215,8 +214,7 @@ def _check_not_empty(source: SourceStreams, seq_len: int) -> None:
     if source.train.num_windows(seq_len) == 0:
         raise ValueError(
             f"{source.key} has {len(source.train)} training tokens, fewer than one window of "
-            f"{seq_len + 1}: give it more "
-            "text or lower training.seq_len"
+            f"{seq_len + 1}: give it more text or lower training.seq_len"
         )
 
 
@@ -230,9 +228,9 @@ def _check_sizes(
         if size < most:
             raise ValueError(
                 f"{source.key} has {size} windows of {windows.seq_len} tokens, fewer than the "
-                f"{most} that one global batch "
-                "takes from it, which would repeat: give it more text or a smaller weight, or lower "
-                "training.global_batch_size or training.seq_len"
+                f"{most} that one global batch takes from it, which would repeat: give it more "
+                "text or a smaller weight, or lower training.global_batch_size or "
+                "training.seq_len"
             )
 
 

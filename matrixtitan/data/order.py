@@ -140,8 +140,8 @@ def _turns(weights: Sequence[float]) -> list[int]:
         if turn == 0:
             raise ValueError(
                 f"data.sources[{source}]: weight {weights[source]} is less than "
-                f"1/{MIXTURE_PERIOD} of the sum of weights, "
-                f"{total}; raise it or leave the source out"
+                f"1/{MIXTURE_PERIOD} of the sum of weights, {total}; raise it or leave the source "
+                "out"
             )
     return turns
 

@@ -328,8 +328,8 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
                 time.sleep(0.05)
             except OSError as error:
                 raise RuntimeError(
-                    f"data.cache_dir: {cache_dir} has no file locks ({error}); set it to a folder on "
-                    "a local disk"
+                    f"data.cache_dir: {cache_dir} has no file locks ({error}); set it to a folder "
+                    "on a local disk"
                 ) from None
         yield
 

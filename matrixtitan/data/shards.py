@@ -68,15 +68,13 @@ def read_header(path: Path) -> ShardHeader:
     if version != _VERSION or width not in _DTYPES or split >= len(SPLITS):
         raise ValueError(
             f"{path} is a token shard of format version {version}, this program reads version "
-            f"{_VERSION}; make it again "
-            "with tools/prepare_data.py"
+            f"{_VERSION}; make it again with tools/prepare_data.py"
         )
     expected = HEADER_BYTES + tokens * width
     if path.stat().st_size != expected:
         raise ValueError(
             f"{path} is cut short or damaged: its header promises {expected} bytes, it has "
-            f"{path.stat().st_size}; copy or "
-            "make it again"
+            f"{path.stat().st_size}; copy or make it again"
         )
     return ShardHeader(
         _DTYPES[width], SPLITS[split], tokens, documents, tokenizer.hex(), content.hex()
@@ -161,11 +159,9 @@ class TokenStream:
         for path, header in zip(paths, headers, strict=True):
             if header.tokenizer != fingerprint:
                 raise ValueError(
-                    f"{path} was made by another tokenizer (fingerprint {header.tokenizer[:12]}) than "
-                    "the run's "
-                    f"({fingerprint[:12]}): set model.tokenizer_path to that one, or make the shards "
-                    "again with "
-                    "tools/prepare_data.py"
+                    f"{path} was made by another tokenizer (fingerprint {header.tokenizer[:12]}) "
+                    f"than the run's ({fingerprint[:12]}): set model.tokenizer_path to that one, "
+                    "or make the shards again with tools/prepare_data.py"
                 )
         self.content = hashlib.sha256(
             "".join(header.content for header in headers).encode()

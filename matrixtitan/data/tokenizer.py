@@ -189,9 +189,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except (ValueError, binascii.Error):
             raise ValueError(
                 f"tokenizer file {path}, line {number}: expected a base64 token and its rank. A "
-                "rank file is wanted: "
-                "Llama 3's original/tokenizer.model or a .tiktoken file, not a tokenizer.json or "
-                "a SentencePiece model"
+                "rank file is wanted: Llama 3's original/tokenizer.model or a .tiktoken file, "
+                "not a tokenizer.json or a SentencePiece model"
             ) from None
         if token in ranks:
             raise ValueError(
@@ -248,8 +247,6 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.n_words > vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer.path} has {tokenizer.n_words} tokens, the model's "
-            f"vocabulary {vocab_size}. Give "
-            f"the model a vocabulary of at least {tokenizer.n_words}, or choose a smaller "
-            "tokenizer with "
-            "model.tokenizer_path"
+            f"vocabulary {vocab_size}. Give the model a vocabulary of at least "
+            f"{tokenizer.n_words}, or choose a smaller tokenizer with model.tokenizer_path"
         )

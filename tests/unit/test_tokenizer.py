@@ -137,7 +137,7 @@ def test_damaged_rank_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="no token for 3 of the 256 bytes"):
         load_tokenizer(str(path))
     write_ranks(path, [*tokens, tokens[0]])
-    with pytest.raises(ValueError, match="line 257: the token .* came before"):
+    with pytest.raises(ValueError, match=r"line 257: the token .* came before"):
         load_tokenizer(str(path))
     write_ranks(path, tokens)
     path.write_bytes(path.read_bytes() + base64.b64encode(b"ab") + b" 3\n")
