@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import resource
 import signal
@@ -24,8 +25,9 @@ from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoi
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
 from matrixtitan.local_param import LocalParam
-from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, fake_config
+from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
+from tests.lib.kill_saves import kill_and_resume
 
 
 def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **keys: Any) -> list[Any]:
@@ -34,7 +36,7 @@ def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **keys: Any) -
 
 def make(folder: str, *, bias: int = 0, filled: bool = True, **keys: Any) -> tuple[Checkpointer, FakeRun]:
     run = FakeRun(dist.get_rank(), dist.get_world_size(), bias=bias, filled=filled)
-    config = fake_config(folder, **keys)
+    config = run_config(folder, **keys)
     return Checkpointer(config.checkpoint, config, run, run), run  # type: ignore[arg-type]
 
 
@@ -120,7 +122,7 @@ def dtensor_run(filled: bool) -> FakeRun:
 
 
 def load_into_dtensor_run(folder: str) -> None:
-    config, run, whole = fake_config(folder), dtensor_run(filled=False), FakeRun(0, 1)
+    config, run, whole = run_config(folder), dtensor_run(filled=False), FakeRun(0, 1)
     with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.load() == TrainState(2, 20, 160)
     for param, expected_param in zip(run.params, whole.params, strict=True):
@@ -131,7 +133,7 @@ def load_into_dtensor_run(folder: str) -> None:
 
 
 def save_dtensor_run(folder: str) -> None:
-    config, run = fake_config(folder), dtensor_run(filled=True)
+    config, run = run_config(folder), dtensor_run(filled=True)
     with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(2, TrainState(2, 20, 160))
 
@@ -174,7 +176,7 @@ def test_a_vanished_folder_is_no_reason_to_stop(tmp_path: Path) -> None:
 
 
 def save_behind_a_janitor(folder: str) -> None:
-    checkpointer, run = make(folder, keep_latest_k=1)
+    checkpointer, _ = make(folder, keep_latest_k=1)
     with checkpointer:
         checkpointer.save(2, TrainState(2))
         original = folders.list_steps
@@ -201,7 +203,7 @@ def test_a_step_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
 
 
 def load_error(folder: str, **keys: Any) -> str:
-    checkpointer, run = make(folder, filled=False, **keys)
+    checkpointer, _ = make(folder, filled=False, **keys)
     with checkpointer, pytest.raises((CheckpointError, ValueError)) as caught:
         checkpointer.load()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -241,7 +243,7 @@ def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 def save_under_limit(folder: str, on_error: str, async_mode: str) -> str:
     """A file-size limit makes the kernel refuse the write, as a full disk does."""
-    checkpointer, run = make(folder, on_error=on_error, async_mode=async_mode)
+    checkpointer, _ = make(folder, on_error=on_error, async_mode=async_mode)
     with checkpointer:
         checkpointer.save(2, TrainState(2))
         checkpointer.wait()
@@ -336,7 +338,7 @@ def pauses(folder: str) -> list[tuple[float, float]]:
     """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank, in seconds."""
     found = []
     for async_mode in ("disabled", "async"):
-        config, run = fake_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)
+        config, run = run_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)
         rank, rows = dist.get_rank(), 2048
         big = torch.ones(rows, 2048)
         run.params = [LocalParam("big", big, (rows * dist.get_world_size(), 2048), "tail", 1, rows * rank)]
@@ -356,3 +358,61 @@ def test_a_background_save_pauses_training_for_a_fraction_only(tmp_path: Path) -
     for (synchronous, _), (background, until_saved) in on_ranks(pauses, 2, str(tmp_path)):
         assert background < 0.5 * synchronous  # about 0.05 on an idle machine
         assert background < 0.5 * until_saved
+
+
+def corrupt_at_random(folder: str, count: int) -> int:
+    """Change one byte somewhere, load, put it back; the number of times that the load noticed."""
+    checkpointer, run = make(folder, filled=False)
+    step = Path(folder, "checkpoint", "step-2")
+    files = sorted(step.iterdir())
+    sizes = [path.stat().st_size for path in files]
+    generator = random.Random(0)
+    noticed = 0
+    with checkpointer:
+        for _ in range(count):
+            path = generator.choices(files, sizes)[0]
+            original = path.read_bytes()
+            damaged = bytearray(original)
+            damaged[generator.randrange(len(original))] ^= generator.randrange(1, 256)
+            path.write_bytes(damaged)
+            run.fill(7.0)
+            try:
+                assert checkpointer.load() == TrainState(2, 20, 160)
+                run.check(0.0)
+            except CheckpointError as error:
+                assert path.name in str(error) or path.name == "checksums.json", error
+                noticed += 1
+            path.write_bytes(original)
+        assert checkpointer.load() == TrainState(2, 20, 160)
+    return noticed
+
+
+def test_a_changed_byte_is_noticed_or_harmless(tmp_path: Path) -> None:
+    on_ranks(save, 2, str(tmp_path))
+    (noticed,) = on_ranks(corrupt_at_random, 1, str(tmp_path), 200)
+    assert noticed > 100
+
+
+def preempted_after(folder: str, told: int) -> list[bool]:
+    checkpointer, _ = make(folder)
+    answers = []
+    with checkpointer:
+        for step in range(3):
+            if step == told and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            answers.append(checkpointer.preempted())
+            dist.barrier()
+            checkpointer.maybe_save(step * 2 + 1, TrainState(step * 2 + 1), now=answers[-1])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return answers
+
+
+def test_a_signal_to_one_rank_is_agreed_on_by_all(tmp_path: Path) -> None:
+    assert on_ranks(preempted_after, 3, str(tmp_path), 1) == [[False, True, True]] * 3
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-5"]
+
+
+def test_killed_in_the_middle_of_saves_nothing_complete_is_lost(tmp_path: Path) -> None:
+    report = kill_and_resume(tmp_path, rounds=4, world_size=2, seed=0)
+    assert report.rounds == 4
+    assert report.last_step > 4

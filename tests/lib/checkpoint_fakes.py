@@ -6,13 +6,14 @@ Every value is a function of the key and the row, so a test can tell what a load
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from matrixtitan.config import CheckpointConfig, Config, JobConfig
 from matrixtitan.local_param import LocalParam
+from matrixtitan.optim.build import StateTensor
 
 # name, full shape, role; "b" and "stack" are cut by rows, the others are whole on one rank
 PARAMS = {
@@ -24,44 +25,10 @@ PARAMS = {
 }
 
 
-@dataclass(frozen=True)
-class FakeJob:
-    dump_folder: str
-
-
-@dataclass(frozen=True)
-class FakeCheckpointConfig:
-    enable: bool = True
-    folder: str = "checkpoint"
-    interval: int = 2
-    keep_latest_k: int = 0
-    load_step: int = -1
-    async_mode: str = "disabled"
-    initial_load_path: str = ""
-    initial_load_model_only: bool = True
-    exclude_from_loading: tuple[str, ...] = ()
-    last_save_model_only: bool = False
-    export_dtype: str = "float32"
-    on_error: str = "stop"
-    skip_corrupt: bool = False
-    allow_config_change: bool = False
-
-
-@dataclass(frozen=True)
-class FakeTraining:
-    seq_len: int = 8
-    steps: int = 10
-
-
-@dataclass(frozen=True)
-class FakeConfig:
-    job: FakeJob
-    checkpoint: FakeCheckpointConfig
-    training: FakeTraining = field(default_factory=FakeTraining)
-
-
-def fake_config(folder: str, **keys: Any) -> FakeConfig:
-    return FakeConfig(FakeJob(folder), FakeCheckpointConfig(**keys))
+def run_config(folder: str, **keys: Any) -> Config:
+    """A run whose dump folder is `folder`; `keys` are the checkpoint section's."""
+    settings = {"enable": True, "interval": 2, "keep_latest_k": 0, **keys}
+    return Config(job=JobConfig(dump_folder=folder), checkpoint=CheckpointConfig(**settings))
 
 
 def expected(key: str, full_shape: tuple[int, ...], start: int, rows: int, offset: float = 0.0) -> Tensor:
@@ -78,15 +45,6 @@ def cut(rows: int, rank: int, world_size: int, bias: int = 0) -> tuple[int, int]
     """Uneven cuts: [start, stop) of `rank`; `bias` moves them, some ranks get nothing."""
     edges = [min(rows, (rank_ * (rows + bias)) // world_size) for rank_ in range(world_size)] + [rows]
     return edges[rank], edges[rank + 1]
-
-
-class StateTensor(NamedTuple):
-    """As `matrixtitan.optim.build` has it."""
-
-    fqn: str
-    name: str
-    tensor: Tensor
-    per_row: bool
 
 
 class FakeRun:
