@@ -49,18 +49,26 @@ def loop_step(params: list[nn.Parameter], buffers: list[Tensor], lr: float = 0.0
             for _ in range(5):
                 gram = x @ x.mT
                 x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            param.add_(x.mT if tall else x, alpha=-lr * max(1, param.size(0) / param.size(1)) ** 0.5)
+            param.add_(
+                x.mT if tall else x, alpha=-lr * max(1, param.size(0) / param.size(1)) ** 0.5
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flavor", default="debug", help="model.flavor of llama3 (default debug)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each (default 15)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     params = matrices(arguments.flavor)
-    print(", ".join(f"{n} of {s[0]}x{s[1]}" for s, n in Counter(tuple(p.shape) for p in params).items()))
+    print(
+        ", ".join(
+            f"{n} of {s[0]}x{s[1]}" for s, n in Counter(tuple(p.shape) for p in params).items()
+        )
+    )
     buffers = [torch.zeros_like(param) for param in params]
     optimizer = Muon(params, lr=0.02, weight_decay=0.0)
     times: dict[str, list[float]] = {"loop": [], "ours": []}
@@ -73,7 +81,9 @@ def main() -> None:
                 optimizer.step()
             record.append(time.perf_counter() - start)
     loop, ours = (median(record[1:]) for record in times.values())
-    print(f"{arguments.flavor}: loop {loop * 1e3:.1f} ms, ours {ours * 1e3:.1f} ms, ratio {loop / ours:.2f}")
+    print(
+        f"{arguments.flavor}: loop {loop * 1e3:.1f} ms, ours {ours * 1e3:.1f} ms, ratio {loop / ours:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,17 @@ DEPTHS = (0, 1, 2, 3, 4)
 BATCH_SIZES = (16, 32, 64, 128, 256)
 REPORT_SHAPES = (
     *((size, size) for size in (64, 128, 256, 512, 768)),
-    *((64, 192), (128, 384), (128, 512), (256, 768), (256, 1024), (512, 1536), (512, 2048), (768, 2304), (2048, 512)),
+    *(
+        (64, 192),
+        (128, 384),
+        (128, 512),
+        (256, 768),
+        (256, 1024),
+        (512, 1536),
+        (512, 2048),
+        (768, 2304),
+        (2048, 512),
+    ),
 )
 MARGIN = 1.03
 """A form other than the standard one must be so much faster: nothing is changed for noise."""
@@ -72,9 +82,14 @@ def plain(matrix: Tensor) -> Tensor:
 def best_depth(left: Tensor, right: Tensor, add: Tensor | None, seconds: float) -> int:
     """The fastest number of halvings of one symmetric product."""
     out = left.new_empty(left.size(0), left.size(0))
-    depths = [depth for depth in DEPTHS if left.size(0) % (1 << depth) == 0 and left.size(0) >> depth >= 8]
+    depths = [
+        depth for depth in DEPTHS if left.size(0) % (1 << depth) == 0 and left.size(0) >> depth >= 8
+    ]
 
-    candidates = [partial(ns.symmetric_product, left, right, out=out, depth=depth, add=add) for depth in depths]
+    candidates = [
+        partial(ns.symmetric_product, left, right, out=out, depth=depth, add=add)
+        for depth in depths
+    ]
     times = alternating_medians(candidates, seconds)
     return depths[times.index(min(times))]
 
@@ -86,9 +101,16 @@ def best_form(rows: int, ratio: float, seconds: float) -> ns.FormChoice:
     gram = x @ x.mT
     wide, square = best_depth(x, x.mT, None, seconds), best_depth(gram, gram, gram, seconds)
     coefficients = (ns.QUINTIC,) * 5
-    standard, gram_form = ns.FormChoice("standard", wide, square), ns.FormChoice("gram", wide, square)
+    standard, gram_form = (
+        ns.FormChoice("standard", wide, square),
+        ns.FormChoice("gram", wide, square),
+    )
     times = alternating_medians(
-        [partial(ns._standard, x, coefficients, standard), partial(ns._gram, x, coefficients, gram_form)], seconds
+        [
+            partial(ns._standard, x, coefficients, standard),
+            partial(ns._gram, x, coefficients, gram_form),
+        ],
+        seconds,
     )
     return gram_form if times[1] * MARGIN < times[0] else standard
 
@@ -102,7 +124,11 @@ def batch_limit(seconds: float) -> int:
             alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
             stack = torch.stack(matrices)
             one_by_one, batched = alternating_medians(
-                [partial(ns.orthogonalize, matrices, alone), partial(ns.orthogonalize_one, stack, together)], seconds
+                [
+                    partial(ns.orthogonalize, matrices, alone),
+                    partial(ns.orthogonalize_one, stack, together),
+                ],
+                seconds,
             )
             if batched * MARGIN > one_by_one:
                 return limit
@@ -119,18 +145,26 @@ def write_table(seconds: float) -> None:
             choice = best_form(rows, ratio, seconds)
             print(rows, ratio, choice, flush=True)
             entries.append(f'{ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth})')
-        lines.append(f"    {rows}: {{\n" + "".join(f"        {entry},\n" for entry in entries) + "    },\n")
+        lines.append(
+            f"    {rows}: {{\n" + "".join(f"        {entry},\n" for entry in entries) + "    },\n"
+        )
     lines.append("}\n")
-    lines.append('"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for\n')
+    lines.append(
+        '"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for\n'
+    )
     lines.append('float32 on the CPU; measured with one thread."""\n\n')
     lines.append(f'BATCH_LIMIT: dict[str, int] = {{"cpu": {batch_limit(seconds)}, "cuda": 2048}}\n')
-    lines.append('"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""\n')
+    lines.append(
+        '"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""\n'
+    )
     TABLE.write_text("".join(lines))
 
 
 def report(seconds: float) -> None:
     """Print our speed over the plain iteration's, and both forms' errors, for a list of shapes."""
-    print("| shape | form | plain ms | ours ms | ratio | difference from float64 plain / ours |\n|---|---|---|---|---|---|")
+    print(
+        "| shape | form | plain ms | ours ms | ratio | error of plain / ours |\n|---|---|---|---|---|---|"
+    )
     settings = ns.make_newton_schulz()
     for shape in REPORT_SHAPES:
         matrix = torch.randn(shape)
@@ -149,10 +183,14 @@ def report(seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="measure and rewrite the table")
     parser.add_argument("--report", action="store_true", help="compare with the plain iteration")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time for each comparison (default 1)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="time for each comparison (default 1)"
+    )
     arguments = parser.parse_args()
     if not (arguments.write or arguments.report):
         parser.error("give --write or --report")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, name
 from matrixtitan.optim.muon import Muon
 from matrixtitan.optim.shampoo import Shampoo
 from matrixtitan.optim.soap import SOAP
+
+VECTOR_ELEMENTS = 64
+"""No vector of a CPU holds more bfloat16 or float32 elements."""
 
 
 class StateTensor(NamedTuple):
@@ -73,7 +77,7 @@ class Optimizers:
     def state_tensors(self) -> list[StateTensor]:
         """The state that exists, by parameter name; the tensors themselves, not copies."""
         return [
-            StateTensor(fqn, name, tensor, _is_per_row(param, tensor))
+            StateTensor(fqn, name, tensor, _is_per_row(param, name, tensor))
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for fqn, param in named_params(group)
@@ -132,6 +136,8 @@ def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
     options = {"name": param.role, "pattern": pattern, "lr": lr, "weight_decay": weight_decay}
     if is_matrix and config.name != "adamw":
         options["block_rows"] = _block_rows(param, config)
+    else:
+        options["fused"] = _takes_fused_adamw(param)
     return options
 
 
@@ -145,7 +151,7 @@ def _block_rows(param: LocalParam, config: OptimizerConfig) -> int | None:
         return None
     if config.name != "muon":
         raise ValueError(
-            f"optimizer.per_head_patterns matches {param.fqn}, but blocks of rows are for optimizer.name = 'muon' only; "
+            f"optimizer.per_head_patterns matches {param.fqn}, but blocks of rows are for optimizer.name 'muon' only; "
             f"it is {config.name!r}"
         )
     return param.block_rows
@@ -194,11 +200,23 @@ def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.op
     raise ValueError(f"optimizer.name is {config.name!r}; choose muon, shampoo, soap or adamw")
 
 
-def _build_adamw(groups: list[ParamGroup], lr: float, betas: Sequence[float], eps: float) -> torch.optim.AdamW:
-    """AdamW, fused where the device has it: 10 times faster on the CPU than the loop, and elementwise to the bit."""
-    devices = {param.device.type for group in groups for _, param in group["params"]}
-    fused = devices <= {"cpu", "cuda"}
-    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=fused)
+def _build_adamw(
+    groups: list[ParamGroup], lr: float, betas: Sequence[float], eps: float
+) -> torch.optim.AdamW:
+    """AdamW over groups that each say in "fused" which of torch's implementations they take."""
+    for group in groups:
+        group["foreach"] = not group["fused"]
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps)
+
+
+def _takes_fused_adamw(param: LocalParam) -> bool:
+    """Whether AdamW's fused kernel, 3 times faster on the CPU, gives every row the same bits wherever rows are cut.
+
+    On the CPU it rounds what is left over from its vectors in another way, so rows must fill them.
+    """
+    if param.tensor.device.type == "cpu":
+        return len(param.full_shape) > 1 and prod(param.full_shape[1:]) % VECTOR_ELEMENTS == 0
+    return param.tensor.device.type == "cuda"
 
 
 def _allocate_adamw(optimizer: torch.optim.Optimizer) -> None:
@@ -214,6 +232,8 @@ def _allocate_adamw(optimizer: torch.optim.Optimizer) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
-def _is_per_row(param: Tensor, state: Tensor) -> bool:
-    """State of the parameter's shape follows its rows; so do a stack's factors, one per slice."""
-    return state.shape == param.shape or (param.ndim == 3 and state.ndim > 0)
+def _is_per_row(param: Tensor, name: str, state: Tensor) -> bool:
+    """Moments have the parameter's shape and follow its rows; so do a stack's factors, one per slice."""
+    if param.ndim == 3:
+        return state.ndim > 0
+    return state.shape == param.shape and not name.startswith(("left_", "right_"))

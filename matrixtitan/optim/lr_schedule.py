@@ -28,7 +28,9 @@ def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     if done <= 0:
         return 1.0
     progress = min(done / decay_steps, 1.0) if decay_steps else 1.0
-    return config.min_lr_factor + (1.0 - config.min_lr_factor) * (1.0 - _decayed(config.decay_type, progress))
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * (
+        1.0 - _decayed(config.decay_type, progress)
+    )
 
 
 def _decayed(decay_type: str, progress: float) -> float:
@@ -45,23 +47,34 @@ def _decayed(decay_type: str, progress: float) -> float:
 class LRSchedule:
     """Sets the groups' learning rates. ValueError where the schedule does not fit into its steps."""
 
-    def __init__(self, config: LRSchedulerConfig, optimizers: Optimizers, total_steps: int | None = None) -> None:
+    def __init__(
+        self, config: LRSchedulerConfig, optimizers: Optimizers, total_steps: int | None = None
+    ) -> None:
         total = config.total_steps if config.total_steps is not None else total_steps
         if total is None or total < 1:
-            raise ValueError(f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1")
+            raise ValueError(
+                f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1"
+            )
         if not 0 <= config.warmup_steps <= total:
             raise ValueError(
                 f"lr_scheduler.warmup_steps is {config.warmup_steps}; it must be from 0 to total_steps, {total}"
             )
         if config.decay_ratio is not None and not 0 <= config.decay_ratio <= 1:
-            raise ValueError(f"lr_scheduler.decay_ratio is {config.decay_ratio}; it must be from 0 to 1")
-        if config.decay_ratio is not None and config.warmup_steps + round(total * config.decay_ratio) > total:
             raise ValueError(
-                f"lr_scheduler.warmup_steps {config.warmup_steps} and a decay over {config.decay_ratio} of {total} steps "
+                f"lr_scheduler.decay_ratio is {config.decay_ratio}; it must be from 0 to 1"
+            )
+        if (
+            config.decay_ratio is not None
+            and config.warmup_steps + round(total * config.decay_ratio) > total
+        ):
+            raise ValueError(
+                f"lr_scheduler.warmup_steps {config.warmup_steps} and decay over {config.decay_ratio} of {total} steps "
                 "overlap: lower lr_scheduler.decay_ratio or warmup_steps"
             )
         if not 0 <= config.min_lr_factor <= 1:
-            raise ValueError(f"lr_scheduler.min_lr_factor is {config.min_lr_factor}; it must be from 0 to 1")
+            raise ValueError(
+                f"lr_scheduler.min_lr_factor is {config.min_lr_factor}; it must be from 0 to 1"
+            )
         _decayed(config.decay_type, 0.0)
         self.config = config
         self.total_steps = total

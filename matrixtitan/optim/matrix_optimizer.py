@@ -43,7 +43,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                 raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
             block_rows = group["block_rows"]
             if block_rows is not None and param.ndim == 2 and param.size(0) % block_rows:
-                raise ValueError(f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows")
+                raise ValueError(
+                    f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows"
+                )
         self.check_group(group)
 
     @torch.no_grad()
@@ -59,7 +61,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                 if param.grad is None or param.numel() == 0:
                     continue
                 if param.grad.is_sparse:
-                    raise RuntimeError(f"{name} has a sparse gradient; {type(self).__name__} needs dense ones")
+                    raise RuntimeError(
+                        f"{name} has a sparse gradient; {type(self).__name__} needs dense ones"
+                    )
                 self.allocate(param, group)
                 ready.append(param)
             self.update(ready, group)
@@ -107,7 +111,11 @@ def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
     return tensor
 
 
-def check_range(name: str, value: float, low: float, high: float = float("inf"), *, open_high: bool = False) -> None:
+def check_range(
+    name: str, value: float, low: float, high: float = float("inf"), *, open_high: bool = False
+) -> None:
     """ValueError unless low <= value <= high, or < high with `open_high`."""
     if not low <= value <= high or (open_high and value == high):
-        raise ValueError(f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}")
+        raise ValueError(
+            f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}"
+        )

@@ -41,7 +41,9 @@ def inverse_root(matrix: Tensor, root: int, epsilon: float) -> Tensor:
     powers = (values - lowest + epsilon).pow(-1.0 / root)
     result = (vectors * powers.unsqueeze(-2)) @ vectors.mT
     if not bool(result.isfinite().all()):
-        raise DecompositionError(f"the inverse root is not finite: raise epsilon, which is {epsilon}")
+        raise DecompositionError(
+            f"the inverse root is not finite: raise epsilon, which is {epsilon}"
+        )
     return result
 
 

@@ -148,7 +148,9 @@ def _apply(param: Tensor, update: Tensor, group: ParamGroup) -> None:
     scale = learning_rate_scale(group["scale"], *update.shape[-2:])
     if group["weight_decay"]:
         param.mul_(1 - lr * group["weight_decay"])
-    if group["ns_arithmetic"] == "separate":  # KellerJordan/Muon scales the update in the iteration's dtype
+    if (
+        group["ns_arithmetic"] == "separate"
+    ):  # KellerJordan/Muon scales the update in the iteration's dtype
         param.add_(update.mul_(scale).view_as(param), alpha=-lr)
     else:
         param.add_(update.reshape(param.shape), alpha=-(lr * scale))

@@ -76,7 +76,9 @@ class NewtonSchulz:
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
         if self.arithmetic == "separate" and self.form == "gram":
-            raise ValueError('ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"')
+            raise ValueError(
+                'ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"'
+            )
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
         """float32 on the CPU, where bfloat16 products are up to 100 times slower; bfloat16 elsewhere."""
@@ -170,7 +172,9 @@ def _table_entry(rows: int, cols: int) -> FormChoice:
     """The table's entry for the largest measured size and ratio not above those of (rows, cols), rows <= cols."""
     by_ratio = FORMS[max((size for size in FORMS if size <= rows), default=min(FORMS))]
     ratio = cols / max(rows, 1)
-    form, wide_depth, depth = by_ratio[max((key for key in by_ratio if key <= ratio), default=min(by_ratio))]
+    form, wide_depth, depth = by_ratio[
+        max((key for key in by_ratio if key <= ratio), default=min(by_ratio))
+    ]
     halvings = (rows & -rows).bit_length() - 1  # how often rows can be halved
     return FormChoice(form, min(wide_depth, halvings), min(depth, halvings))
 
@@ -210,7 +214,9 @@ def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Te
         return list(joined.split(first.size(0)))
     if first.ndim == 2:
         return [orthogonalize_one(matrix, settings) for matrix in group]
-    return [torch.stack([orthogonalize_one(slice_, settings) for slice_ in stack]) for stack in group]
+    return [
+        torch.stack([orthogonalize_one(slice_, settings) for slice_ in stack]) for stack in group
+    ]
 
 
 def _batch_pays(matrix: Tensor) -> bool:
@@ -313,7 +319,14 @@ def symmetric_product(
     leaf = rows >> depth
     strips = _Strips(1 << depth, leaf, leaf)
     added = None if add is None else strips.squares(add, 0, 0)
-    _product(strips.rows(left, 0), strips.rows(right.mT, 0).mT, strips.squares(out, 0, 0), added, beta, alpha)
+    _product(
+        strips.rows(left, 0),
+        strips.rows(right.mT, 0).mT,
+        strips.squares(out, 0, 0),
+        added,
+        beta,
+        alpha,
+    )
     return out
 
 
@@ -333,11 +346,18 @@ class _Strips(NamedTuple):
     def squares(self, matrix: Tensor, row: int, column: int) -> Tensor:
         """(number, size, size): squares that start at (row, column) and go down parallel to the diagonal."""
         down, right = matrix.stride()
-        shape, strides = (self.number, self.size, self.size), (self.step * (down + right), down, right)
-        return matrix.as_strided(shape, strides, matrix.storage_offset() + row * down + column * right)
+        shape, strides = (
+            (self.number, self.size, self.size),
+            (self.step * (down + right), down, right),
+        )
+        return matrix.as_strided(
+            shape, strides, matrix.storage_offset() + row * down + column * right
+        )
 
 
-def _product(left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, beta: float, alpha: float) -> Tensor:
+def _product(
+    left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, beta: float, alpha: float
+) -> Tensor:
     """out = beta add + alpha left @ right, for matrices or batches of them."""
     if left.ndim == 2:
         if add is None:

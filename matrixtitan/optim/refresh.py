@@ -38,4 +38,6 @@ class FailureCount:
             raise RuntimeError(
                 f"{factor}: {row} decompositions failed in a row ({error}); check the gradients, or raise epsilon"
             ) from error
-        logger.warning("%s: decomposition failed, %d in a row (%s); the old one is kept", factor, row, error)
+        logger.warning(
+            "%s: decomposition failed, %d in a row (%s); the old one is kept", factor, row, error
+        )

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, check_range, named_params
+from matrixtitan.optim.matrix_optimizer import (
+    MatrixOptimizer,
+    ParamGroup,
+    check_range,
+    named_params,
+)
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
 
@@ -74,10 +79,14 @@ class Shampoo(MatrixOptimizer):
         check_range("max_preconditioner_dim", group["max_preconditioner_dim"], 1)
         _Graft.parse(group["graft"])
         if group["block_rows"] is not None:
-            raise ValueError("Shampoo does not cut matrices into blocks of rows: leave block_rows out")
+            raise ValueError(
+                "Shampoo does not cut matrices into blocks of rows: leave block_rows out"
+            )
 
     def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        state = {"step": torch.zeros((), dtype=torch.int64)}  # on the CPU: reading it must not wait for a GPU
+        state = {
+            "step": torch.zeros((), dtype=torch.int64)
+        }  # on the CPU: reading it must not wait for a GPU
         if group["betas"][0]:
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if _Graft.parse(group["graft"]).has_state:
@@ -87,8 +96,12 @@ class Shampoo(MatrixOptimizer):
                 size = tile.of(param).size(dim)
                 eye = torch.eye(size, dtype=torch.float32, device=param.device)
                 eye = eye.expand(*param.shape[:-2], size, size)
-                state[f"{side}_factor{tile.suffix}"] = torch.zeros_like(eye, memory_format=torch.contiguous_format)
-                state[f"{side}_root{tile.suffix}"] = eye.clone(memory_format=torch.contiguous_format)
+                state[f"{side}_factor{tile.suffix}"] = torch.zeros_like(
+                    eye, memory_format=torch.contiguous_format
+                )
+                state[f"{side}_root{tile.suffix}"] = eye.clone(
+                    memory_format=torch.contiguous_format
+                )
         return state
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
@@ -109,7 +122,9 @@ class Shampoo(MatrixOptimizer):
                 direction.add_(param, alpha=group["weight_decay"])
             param.add_(direction, alpha=-group["lr"])
 
-    def _refresh_roots(self, state: dict[str, Tensor], suffix: str, step: int, name: str, group: ParamGroup) -> None:
+    def _refresh_roots(
+        self, state: dict[str, Tensor], suffix: str, step: int, name: str, group: ParamGroup
+    ) -> None:
         beta2 = group["betas"][1]
         correction = 1 - beta2**step if group["use_bias_correction"] and beta2 < 1 else 1.0
         for side in ("left", "right"):
@@ -169,7 +184,7 @@ class _Graft(NamedTuple):
                 check_range("graft's beta2", beta2, 0.0, 1.0)
                 return _Graft(kind, float(beta2), float(eps))
         raise ValueError(
-            f"graft is {spec!r}; choose ('adam', beta2, eps), ('rmsprop', beta2, eps), ('adagrad', eps), ('sgd',) or None"
+            f"graft is {spec!r}; take ('adam', beta2, eps), ('rmsprop', beta2, eps), ('adagrad', eps), ('sgd',) or None"
         )
 
 

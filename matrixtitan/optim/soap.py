@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, check_range, named_params
+from matrixtitan.optim.matrix_optimizer import (
+    MatrixOptimizer,
+    ParamGroup,
+    check_range,
+    named_params,
+)
 from matrixtitan.optim.matrix_roots import DecompositionError, eigenbasis, refine_eigenbasis
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
 
@@ -73,7 +78,9 @@ class SOAP(MatrixOptimizer):
 
     def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         state = {
-            "step": torch.zeros((), dtype=torch.int64),  # on the CPU: reading it must not wait for a GPU
+            "step": torch.zeros(
+                (), dtype=torch.int64
+            ),  # on the CPU: reading it must not wait for a GPU
             "exp_avg": torch.zeros_like(param, dtype=torch.float32),
             "exp_avg_sq": torch.zeros_like(param, dtype=torch.float32),
         }
@@ -81,8 +88,12 @@ class SOAP(MatrixOptimizer):
             size = param.size(dim)
             if size <= group["max_precond_dim"]:
                 shape = (*param.shape[:-2], size, size)
-                state[f"{side}_factor"] = torch.zeros(shape, dtype=torch.float32, device=param.device)
-                state[f"{side}_basis"] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+                state[f"{side}_factor"] = torch.zeros(
+                    shape, dtype=torch.float32, device=param.device
+                )
+                state[f"{side}_basis"] = torch.zeros(
+                    shape, dtype=torch.float32, device=param.device
+                )
         return state
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
@@ -156,7 +167,9 @@ def _update_factors(state: dict[str, Tensor], grad: Tensor, group: ParamGroup) -
         state["right_factor"].lerp_(grad.mT @ grad, 1 - beta)
 
 
-def _adam_step(param: Tensor, state: dict[str, Tensor], grad: Tensor, step: int, group: ParamGroup) -> None:
+def _adam_step(
+    param: Tensor, state: dict[str, Tensor], grad: Tensor, step: int, group: ParamGroup
+) -> None:
     """Adam in the eigenbasis, then decay with the plain lr."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     projected = _project(grad, state)

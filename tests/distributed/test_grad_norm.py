@@ -37,5 +37,7 @@ def test_any_split_gives_the_same_norm_and_gradients() -> None:
     norm = clip_grad_norm_([expected], 2.0, None).item()
     for bounds in ([0, 24], [0, 5, 24], [0, 24, 24, 24], [0, 1, 9, 20, 24]):
         results = run_distributed(clip_my_rows, len(bounds) - 1, bounds)
-        assert [result[0] for result in results] == [norm] * len(results), "to the bit, on every rank"
+        assert [result[0] for result in results] == [norm] * len(results), (
+            "to the bit, on every rank"
+        )
         assert torch.equal(torch.cat([result[1] for result in results]), expected)

@@ -38,7 +38,9 @@ def largest_error(case: str, stacked: bool = False, **more: Any) -> float:
         copies = (2, 1, 1) if stacked else (1, 1)
         param = torch.nn.Parameter(weight.repeat(copies))
         optimizer = optimizer_class([param], **options, **more)
-        for grad, expected in zip(arrays[f"{shape}.grads"], arrays[f"{shape}.weights"], strict=True):
+        for grad, expected in zip(
+            arrays[f"{shape}.grads"], arrays[f"{shape}.weights"], strict=True
+        ):
             param.grad = torch.from_numpy(grad).repeat(copies)
             optimizer.step()
             worst = max(worst, (param.detach() - torch.from_numpy(expected)).abs().max().item())

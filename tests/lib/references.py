@@ -14,7 +14,9 @@ from torch import Tensor
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalize(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]] = (QUINTIC,) * 5) -> Tensor:
+def orthogonalize(
+    matrix: Tensor, coefficients: Sequence[tuple[float, float, float]] = (QUINTIC,) * 5
+) -> Tensor:
     """Newton-Schulz through the singular values: U p(S) V^T, the polynomials applied to numbers."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / s.norm()
@@ -68,7 +70,9 @@ def shampoo(
         corrected = average / (1 - betas[0] ** step)
         adam = corrected / ((average_sq / (1 - graft[0] ** step)).sqrt() + graft[1])
         correction = 1 - betas[1] ** step
-        direction = _root(left / correction, epsilon) @ corrected @ _root(right / correction, epsilon)
+        direction = (
+            _root(left / correction, epsilon) @ corrected @ _root(right / correction, epsilon)
+        )
         direction = direction * adam.norm() / direction.norm()
         weight = weight - lr * (direction + weight_decay * weight)
         weights.append(weight)
@@ -128,4 +132,6 @@ def _refined(factor: Tensor, basis: Tensor, average_sq: Tensor) -> tuple[Tensor,
 def assert_orthogonal(matrix: Tensor, low: float, high: float) -> None:
     """Every singular value lies in [low, high]."""
     values = torch.linalg.svdvals(matrix.double())
-    assert low <= values.min() and values.max() <= high, f"singular values from {values.min()} to {values.max()}"
+    smallest, largest = values.min().item(), values.max().item()
+    assert low <= smallest, f"the smallest singular value is {smallest}, under {low}"
+    assert largest <= high, f"the largest singular value is {largest}, over {high}"

@@ -40,7 +40,9 @@ def with_spectrum(values: Tensor, cols: int, seed: int = 0) -> Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(sides, sides, forms, seeds)
-def test_matches_the_polynomials_of_the_singular_values(rows: int, cols: int, form: Any, seed: int) -> None:
+def test_matches_the_polynomials_of_the_singular_values(
+    rows: int, cols: int, form: Any, seed: int
+) -> None:
     matrix = random_matrix(seed, rows, cols)
     result = orthogonalize([matrix], make_newton_schulz(form=form, dtype="float32"))[0]
     assert result.shape == matrix.shape
@@ -52,31 +54,43 @@ def test_matches_the_polynomials_of_the_singular_values(rows: int, cols: int, fo
 def test_transpose_sign_and_size_pass_through(rows: int, cols: int, form: Any, seed: int) -> None:
     matrix, how = random_matrix(seed, rows, cols), make_newton_schulz(form=form, dtype="float32")
     result = orthogonalize_one(matrix, how)
-    torch.testing.assert_close(orthogonalize_one(matrix.mT.contiguous(), how).mT, result, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        orthogonalize_one(matrix.mT.contiguous(), how).mT, result, atol=2e-5, rtol=0
+    )
     torch.testing.assert_close(orthogonalize_one(-3.0 * matrix, how), -result, atol=2e-5, rtol=0)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=6), forms, seeds)
-def test_a_list_gives_the_same_in_the_same_order(shapes: list[tuple[int, int]], form: Any, seed: int) -> None:
+def test_a_list_gives_the_same_in_the_same_order(
+    shapes: list[tuple[int, int]], form: Any, seed: int
+) -> None:
     """Shapes repeat by construction, so some are batched; each result is still its own matrix's."""
     matrices = [random_matrix(seed + i, *shape) for i, shape in enumerate(shapes + shapes)]
     before = [matrix.clone() for matrix in matrices]
     how = make_newton_schulz(form=form, dtype="float32")
     for matrix, result in zip(matrices, orthogonalize(matrices, how), strict=True):
         torch.testing.assert_close(result, orthogonalize_one(matrix, how), atol=2e-5, rtol=0)
-    assert all(torch.equal(a, b) for a, b in zip(matrices, before, strict=True)), "an input was changed"
+    assert all(torch.equal(a, b) for a, b in zip(matrices, before, strict=True)), (
+        "an input was changed"
+    )
 
 
-@pytest.mark.parametrize("coefficients", ["quintic", "polar_express", [(3.4445, -4.775, 2.0315)] * 3])
+@pytest.mark.parametrize(
+    "coefficients", ["quintic", "polar_express", [(3.4445, -4.775, 2.0315)] * 3]
+)
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(24, 24), (24, 96), (96, 24)])
-def test_singular_values_land_near_one(coefficients: Any, form: Any, shape: tuple[int, int]) -> None:
+def test_singular_values_land_near_one(
+    coefficients: Any, form: Any, shape: tuple[int, int]
+) -> None:
     rows = min(shape)
     matrix = with_spectrum(torch.logspace(0, -1, rows), max(shape))
     matrix = matrix if shape[0] == rows else matrix.mT
     steps = 5 if isinstance(coefficients, str) else 6
-    result = orthogonalize_one(matrix, make_newton_schulz(coefficients, steps, form=form, dtype="float32"))
+    result = orthogonalize_one(
+        matrix, make_newton_schulz(coefficients, steps, form=form, dtype="float32")
+    )
     assert_orthogonal(result, 0.65, 1.25)
 
 
@@ -92,16 +106,22 @@ def test_polar_express_is_closer_than_the_quintic_with_more_steps() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 16])
 @pytest.mark.parametrize("decay", [0.0, 2.0, 6.0])
 @pytest.mark.parametrize("coefficients", ["quintic", "polar_express"])
-def test_the_restart_keeps_the_gram_form_stable_in_bfloat16(rank: int, decay: float, coefficients: str) -> None:
+def test_the_restart_keeps_the_gram_form_stable_in_bfloat16(
+    rank: int, decay: float, coefficients: str
+) -> None:
     """Low-rank and decaying spectra, where the Gram form without a restart leaves by 1e2 and more."""
     values = torch.zeros(32)
     values[:rank] = torch.logspace(0, -decay, rank)
     matrix = with_spectrum(values, 128)
     standard, gram = (
-        orthogonalize_one(matrix, make_newton_schulz(coefficients, dtype="bfloat16", form=form)).float()
+        orthogonalize_one(
+            matrix, make_newton_schulz(coefficients, dtype="bfloat16", form=form)
+        ).float()
         for form in ("standard", "gram")
     )
-    exact = orthogonalize_one(matrix, make_newton_schulz(coefficients, dtype="float32", form="standard"))
+    exact = orthogonalize_one(
+        matrix, make_newton_schulz(coefficients, dtype="float32", form="standard")
+    )
     assert torch.linalg.matrix_norm(gram, 2) < 1.5
     assert (gram - exact).norm() <= 2.0 * (standard - exact).norm() + 0.1
 
@@ -111,13 +131,17 @@ def test_without_its_restart_the_gram_form_fails_there(monkeypatch: pytest.Monke
     monkeypatch.setattr("matrixtitan.optim.newton_schulz.FIRST_RESTART", 5)
     values = torch.zeros(32)
     values[:4] = 1.0
-    result = orthogonalize_one(with_spectrum(values, 128), make_newton_schulz(dtype="bfloat16", form="gram"))
+    result = orthogonalize_one(
+        with_spectrum(values, 128), make_newton_schulz(dtype="bfloat16", form="gram")
+    )
     assert not torch.linalg.matrix_norm(result.float(), 2) < 1.5
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 60), st.booleans(), seeds)
-def test_symmetric_products_by_halves(depth: int, leaf: int, inner: int, added: bool, seed: int) -> None:
+def test_symmetric_products_by_halves(
+    depth: int, leaf: int, inner: int, added: bool, seed: int
+) -> None:
     rows = leaf << depth
     x = random_matrix(seed, rows, inner)
     gram = x @ x.mT
@@ -128,14 +152,18 @@ def test_symmetric_products_by_halves(depth: int, leaf: int, inner: int, added: 
     else:
         symmetric_product(x, x.mT, out=out, depth=depth)
         expected = gram.double()
-    torch.testing.assert_close(out.double(), expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0)
+    torch.testing.assert_close(
+        out.double(), expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0
+    )
 
 
 def test_the_form_is_a_function_of_the_shape() -> None:
     assert choose_form(torch.empty(512, 512), "auto").form == "standard"
     assert choose_form(torch.empty(512, 2048), "auto").form == "gram"
     assert choose_form(torch.empty(512, 2048), "standard").form == "standard"
-    assert choose_form(torch.empty(333, 999), "auto") == FormChoice("gram", 0, 0), "333 rows cannot be halved"
+    assert choose_form(torch.empty(333, 999), "auto") == FormChoice("gram", 0, 0), (
+        "333 rows cannot be halved"
+    )
     meta = torch.empty(64, 640, device="meta", dtype=torch.bfloat16)
     assert choose_form(meta, "auto") == FormChoice("gram", 0, 0)
     assert choose_form(torch.empty(4096, 4096, device="meta"), "auto").form == "standard"
@@ -143,7 +171,9 @@ def test_the_form_is_a_function_of_the_shape() -> None:
 
 def test_zeros_stay_zeros() -> None:
     for form in ("standard", "gram"):
-        assert torch.equal(orthogonalize_one(torch.zeros(6, 9), make_newton_schulz(form=form)), torch.zeros(6, 9))
+        assert torch.equal(
+            orthogonalize_one(torch.zeros(6, 9), make_newton_schulz(form=form)), torch.zeros(6, 9)
+        )
 
 
 def test_a_short_list_of_coefficients_repeats_its_last() -> None:

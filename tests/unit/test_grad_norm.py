@@ -23,7 +23,8 @@ def test_equals_torch_within_rounding() -> None:
 def test_nothing_is_changed_where_nothing_is_clipped(max_norm: float) -> None:
     grad = torch.tensor([3.0, 4.0])
     norm = clip_grad_norm_([grad], max_norm, None)
-    assert norm.item() == 5.0 and norm.dtype == torch.float32
+    assert norm.item() == 5.0
+    assert norm.dtype == torch.float32
     assert grad.tolist() == [3.0, 4.0]
 
 
@@ -36,7 +37,8 @@ def test_no_gradients() -> None:
 def test_a_non_finite_norm_is_returned_and_the_gradients_stay(bad: float) -> None:
     grads = [torch.tensor([1.0, bad]), torch.tensor([2.0])]
     assert not clip_grad_norm_(grads, 1.0, None).isfinite()
-    assert grads[1].item() == 2.0 and grads[0][0].item() == 1.0
+    assert grads[1].item() == 2.0
+    assert grads[0][0].item() == 1.0
 
 
 def test_many_elements_are_summed_exactly() -> None:
@@ -50,7 +52,8 @@ def test_bfloat16_gradients() -> None:
     grad = torch.full((1000,), 2.0, dtype=torch.bfloat16)
     norm = clip_grad_norm_([grad], 1.0, None)
     torch.testing.assert_close(norm, torch.tensor(2.0 * 1000**0.5))
-    assert grad.dtype == torch.bfloat16 and abs(grad.float().norm().item() - 1) < 1e-2
+    assert grad.dtype == torch.bfloat16
+    assert abs(grad.float().norm().item() - 1) < 1e-2
 
 
 def test_a_negative_limit_is_an_error() -> None:

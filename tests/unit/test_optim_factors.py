@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from matrixtitan.optim import SOAP, Shampoo, shampoo, soap
-from matrixtitan.optim.matrix_roots import DecompositionError, eigenbasis, inverse_root, symmetric_eigen
+from matrixtitan.optim.matrix_roots import (
+    DecompositionError,
+    eigenbasis,
+    inverse_root,
+    symmetric_eigen,
+)
 from tests.lib import references
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer_class", [SOAP, Shampoo])
@@ -21,7 +26,9 @@ def gradients(shape: tuple[int, ...], steps: int, seed: int = 0) -> list[Tensor]
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
 
-def trajectory(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> list[Tensor]:
+def trajectory(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]
+) -> list[Tensor]:
     weights = []
     for grad in grads:
         param.grad = grad.clone()
@@ -40,53 +47,85 @@ def test_soap_follows_the_float64_reference(frequency: int) -> None:
     options: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     param = nn.Parameter(start.clone())
     got = trajectory(SOAP([param], precondition_frequency=frequency, **options), param, grads)
-    assert largest_difference(got, references.soap(start, grads, frequency=frequency, **options)) <= 1e-5
+    assert (
+        largest_difference(got, references.soap(start, grads, frequency=frequency, **options))
+        <= 1e-5
+    )
     assert torch.equal(got[0], start), "the first step builds the bases only"
 
 
 @pytest.mark.parametrize("shape", [(14, 14), (8, 20), (20, 8)])
 def test_shampoo_follows_the_float64_reference(shape: tuple[int, int]) -> None:
     grads, start = gradients(shape, 12), torch.randn(shape)
-    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "epsilon": 1e-3, "weight_decay": 0.1}
+    options: dict[str, Any] = {
+        "lr": 0.01,
+        "betas": (0.9, 0.99),
+        "epsilon": 1e-3,
+        "weight_decay": 0.1,
+    }
     param = nn.Parameter(start.clone())
     optimizer = Shampoo(
-        [param], precondition_frequency=1, start_preconditioning_step=1, graft=("adam", 0.99, 1e-8), **options
+        [param],
+        precondition_frequency=1,
+        start_preconditioning_step=1,
+        graft=("adam", 0.99, 1e-8),
+        **options,
     )
     got = trajectory(optimizer, param, grads)
-    assert largest_difference(got, references.shampoo(start, grads, graft=(0.99, 1e-8), **options)) <= 1e-5
+    assert (
+        largest_difference(got, references.shampoo(start, grads, graft=(0.99, 1e-8), **options))
+        <= 1e-5
+    )
 
 
-@pytest.mark.parametrize("kind", [("adam", 0.99, 1e-8), ("rmsprop", 0.99, 1e-8), ("adagrad", 1e-8), ("sgd",)])
+@pytest.mark.parametrize(
+    "kind", [("adam", 0.99, 1e-8), ("rmsprop", 0.99, 1e-8), ("adagrad", 1e-8), ("sgd",)]
+)
 def test_blocks_of_a_long_side_are_matrices_of_their_own(kind: tuple[Any, ...]) -> None:
     grads = gradients((10, 14), 5)
     whole = nn.Parameter(torch.zeros(10, 14))
     blocks = [nn.Parameter(torch.zeros(r, c)) for r in (8, 2) for c in (8, 6)]
-    options: dict[str, Any] = {"max_preconditioner_dim": 8, "graft": kind, "precondition_frequency": 2}
+    options: dict[str, Any] = {
+        "max_preconditioner_dim": 8,
+        "graft": kind,
+        "precondition_frequency": 2,
+    }
     together, apart = Shampoo([whole], **options), Shampoo(blocks, **options)
     for grad in grads:
         whole.grad = grad
-        for block, part in zip(blocks, [p for rows in grad.split(8) for p in rows.split(8, dim=1)], strict=True):
+        for block, part in zip(
+            blocks, [p for rows in grad.split(8) for p in rows.split(8, dim=1)], strict=True
+        ):
             block.grad = part.clone()
         together.step()
         apart.step()
-    rebuilt = torch.cat([torch.cat([p.detach() for p in row], dim=1) for row in (blocks[:2], blocks[2:])])
+    rebuilt = torch.cat(
+        [torch.cat([p.detach() for p in row], dim=1) for row in (blocks[:2], blocks[2:])]
+    )
     torch.testing.assert_close(whole.detach(), rebuilt, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("graft", [("adam", 0.9, 1e-8), ("rmsprop", 0.9, 1e-8), ("adagrad", 1e-8), ("sgd",)])
+@pytest.mark.parametrize(
+    "graft", [("adam", 0.9, 1e-8), ("rmsprop", 0.9, 1e-8), ("adagrad", 1e-8), ("sgd",)]
+)
 def test_grafting_gives_the_norm_of_the_grafted_method(graft: tuple[Any, ...]) -> None:
     norms = []
     for start in (1, 100):  # preconditioned at once, or the grafted method alone
         param = nn.Parameter(torch.zeros(6, 9))
-        optimizer = Shampoo([param], graft=graft, start_preconditioning_step=start, precondition_frequency=1)
+        optimizer = Shampoo(
+            [param], graft=graft, start_preconditioning_step=start, precondition_frequency=1
+        )
         norms.append([w.norm() for w in trajectory(optimizer, param, gradients((6, 9), 1))])
     torch.testing.assert_close(norms[0], norms[1])
 
 
 @OPTIMIZERS
-def test_slices_of_a_stack_are_stepped_apart(optimizer_class: type[SOAP] | type[Shampoo]) -> None:
+def test_slices_of_a_stack_are_stepped_apart(optimizer_class: type[SOAP | Shampoo]) -> None:
     grads = gradients((3, 8, 8), 6)
-    stack, slices = nn.Parameter(torch.zeros(3, 8, 8)), [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    stack, slices = (
+        nn.Parameter(torch.zeros(3, 8, 8)),
+        [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)],
+    )
     together, apart = (optimizer_class(p, precondition_frequency=2) for p in ([stack], slices))
     for grad in grads:
         stack.grad = grad
@@ -94,7 +133,9 @@ def test_slices_of_a_stack_are_stepped_apart(optimizer_class: type[SOAP] | type[
             param.grad = part.clone()
         together.step()
         apart.step()
-    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in slices]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        stack.detach(), torch.stack([p.detach() for p in slices]), atol=1e-5, rtol=0
+    )
 
 
 def test_soap_leaves_a_long_side_alone() -> None:
@@ -104,10 +145,12 @@ def test_soap_leaves_a_long_side_alone() -> None:
     assert {name for name in optimizer.state[param] if "basis" in name} == {"left_basis"}
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, optimizer_class: type[SOAP] | type[Shampoo]) -> list[int]:
+def counted(monkeypatch: pytest.MonkeyPatch, optimizer_class: type[SOAP | Shampoo]) -> list[int]:
     """Counts decompositions from now on: one entry per refresh of a side."""
     calls: list[int] = []
-    module, name = (soap, "refine_eigenbasis") if optimizer_class is SOAP else (shampoo, "inverse_root")
+    module, name = (
+        (soap, "refine_eigenbasis") if optimizer_class is SOAP else (shampoo, "inverse_root")
+    )
     original: Callable[..., Any] = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: calls.append(1) or original(*args))
     return calls
@@ -115,7 +158,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, optimizer_class: type[SOAP] | type[
 
 @OPTIMIZERS
 def test_staggered_refreshes_spread_over_the_steps(
-    monkeypatch: pytest.MonkeyPatch, optimizer_class: type[SOAP] | type[Shampoo]
+    monkeypatch: pytest.MonkeyPatch, optimizer_class: type[SOAP | Shampoo]
 ) -> None:
     calls = counted(monkeypatch, optimizer_class)
     per_step: dict[bool, list[int]] = {}
@@ -130,12 +173,17 @@ def test_staggered_refreshes_spread_over_the_steps(
             optimizer.step()
             per_step[stagger].append(len(calls) - before)
     steady = {stagger: counts[9:17] for stagger, counts in per_step.items()}
-    assert sum(steady[False]) == sum(steady[True]) == 2 * 2 * 32, "each side of each parameter, twice in 8 steps"
-    assert max(steady[False]) == 64 and max(steady[True]) <= 32
+    assert sum(steady[False]) == sum(steady[True]) == 2 * 2 * 32, (
+        "each side of each parameter, twice in 8 steps"
+    )
+    assert max(steady[False]) == 64
+    assert max(steady[True]) <= 32
 
 
 @OPTIMIZERS
-def test_the_stagger_of_a_parameter_depends_on_its_name_alone(optimizer_class: type[SOAP] | type[Shampoo]) -> None:
+def test_the_stagger_of_a_parameter_depends_on_its_name_alone(
+    optimizer_class: type[SOAP | Shampoo],
+) -> None:
     grads = gradients((8, 8), 8)
     results = []
     for neighbours in (0, 3):
@@ -149,27 +197,48 @@ def test_the_stagger_of_a_parameter_depends_on_its_name_alone(optimizer_class: t
 
 @OPTIMIZERS
 def test_a_failed_decomposition_keeps_the_old_basis_and_is_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, optimizer_class: type[SOAP] | type[Shampoo]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    optimizer_class: type[SOAP | Shampoo],
 ) -> None:
     param = nn.Parameter(torch.zeros(6, 6))
     optimizer = optimizer_class([("w", param)], precondition_frequency=1, max_failures=3)
     grads = gradients((6, 6), 8)
     trajectory(optimizer, param, grads[:3])
-    kept = {name: t.clone() for name, t in optimizer.state[param].items() if "basis" in name or "root" in name}
+    kept = {
+        name: t.clone()
+        for name, t in optimizer.state[param].items()
+        if "basis" in name or "root" in name
+    }
     assert kept
 
     def fail(*_: Any) -> None:
         raise DecompositionError("made to fail")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((soap, "refine_eigenbasis") if optimizer_class is SOAP else (shampoo, "inverse_root")), fail)
+        patch.setattr(
+            *(
+                (soap, "refine_eigenbasis")
+                if optimizer_class is SOAP
+                else (shampoo, "inverse_root")
+            ),
+            fail,
+        )
         trajectory(optimizer, param, grads[3:5])
         assert optimizer.failures.total == 4, "two sides in two steps"
         assert all(torch.equal(optimizer.state[param][name], old) for name, old in kept.items())
-        assert "w (left)" in caplog.text and "2 in a row" in caplog.text
+        assert "w (left)" in caplog.text
+        assert "2 in a row" in caplog.text
     trajectory(optimizer, param, grads[5:6])  # works again: the row ends
     with monkeypatch.context() as patch:
-        patch.setattr(*((soap, "refine_eigenbasis") if optimizer_class is SOAP else (shampoo, "inverse_root")), fail)
+        patch.setattr(
+            *(
+                (soap, "refine_eigenbasis")
+                if optimizer_class is SOAP
+                else (shampoo, "inverse_root")
+            ),
+            fail,
+        )
         trajectory(optimizer, param, grads[6:8])
         with pytest.raises(RuntimeError, match=r"w \(left\): 3 decompositions failed in a row"):
             trajectory(optimizer, param, grads[:1])
@@ -187,7 +256,8 @@ def test_eigen_work_is_tried_again_in_float64(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.linalg, "eigh", picky)
     values, vectors = symmetric_eigen(torch.diag(torch.tensor([3.0, 1.0])))
     assert seen == [torch.float32, torch.float64]
-    assert values.dtype == vectors.dtype == torch.float32 and values.tolist() == [1.0, 3.0]
+    assert values.dtype == vectors.dtype == torch.float32
+    assert values.tolist() == [1.0, 3.0]
 
 
 def test_a_factor_that_is_not_finite_cannot_be_decomposed() -> None:
@@ -212,7 +282,7 @@ def test_eigenbasis_is_orthonormal_and_descending() -> None:
 
 
 @OPTIMIZERS
-def test_allocated_state_steps_like_no_state(optimizer_class: type[SOAP] | type[Shampoo]) -> None:
+def test_allocated_state_steps_like_no_state(optimizer_class: type[SOAP | Shampoo]) -> None:
     grads = gradients((8, 8), 5)
     results = []
     for allocate in (False, True):
@@ -224,12 +294,16 @@ def test_allocated_state_steps_like_no_state(optimizer_class: type[SOAP] | type[
         results.append(trajectory(optimizer, param, grads)[-1])
         if allocate:
             optimizer.allocate_state()
-            assert before == {name: t.data_ptr() for name, t in optimizer.state[param].items()}, "state is replaced"
+            assert before == {name: t.data_ptr() for name, t in optimizer.state[param].items()}, (
+                "state is replaced"
+            )
     assert torch.equal(*results)
 
 
 @OPTIMIZERS
-def test_state_dict_round_trip_continues_the_trajectory(optimizer_class: type[SOAP] | type[Shampoo]) -> None:
+def test_state_dict_round_trip_continues_the_trajectory(
+    optimizer_class: type[SOAP | Shampoo],
+) -> None:
     grads = gradients((10, 10), 8)
     whole, half = nn.Parameter(torch.zeros(10, 10)), nn.Parameter(torch.zeros(10, 10))
     expected = trajectory(optimizer_class([whole], precondition_frequency=3), whole, grads)[-1]
@@ -252,6 +326,8 @@ def test_state_dict_round_trip_continues_the_trajectory(optimizer_class: type[SO
         (Shampoo, {"epsilon": -1.0}, "epsilon"),
     ],
 )
-def test_wrong_options_are_named(optimizer_class: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(
+    optimizer_class: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_class([nn.Parameter(torch.zeros(4, 4))], **options)

@@ -21,7 +21,9 @@ def gradients(shape: tuple[int, ...], steps: int, seed: int = 0) -> list[Tensor]
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
 
-def trajectory(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> list[Tensor]:
+def trajectory(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]
+) -> list[Tensor]:
     """The weights after each step."""
     weights = []
     for grad in grads:
@@ -42,7 +44,9 @@ def test_equals_torch_muon_to_the_bit(scale: Any, nesterov: bool, weight_decay: 
         common: dict[str, Any] = {"lr": 0.02, "weight_decay": weight_decay, "nesterov": nesterov}
         exact: dict[str, Any] = {"ns_dtype": "bfloat16", "ns_form": "standard", "batch": False}
         got = trajectory(Muon([ours], scale=scale, **common, **exact), ours, grads)
-        expected = trajectory(torch.optim.Muon([theirs], adjust_lr_fn=scale, **common), theirs, grads)
+        expected = trajectory(
+            torch.optim.Muon([theirs], adjust_lr_fn=scale, **common), theirs, grads
+        )
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), shape
 
 
@@ -57,18 +61,25 @@ def test_float32_iterations_follow_the_float64_reference(form: Any, nesterov: bo
         got = trajectory(Muon([param], ns_form=form, ns_dtype="float32", **options), param, grads)
         scale = sqrt(max(1, shape[0] / shape[1]))
         expected = references.muon(start, grads, scale=scale, **options)
-        assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) <= 1e-5, shape
+        assert (
+            max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) <= 1e-5
+        ), shape
 
 
 def test_every_slice_of_a_stack_is_a_matrix_of_its_own() -> None:
-    stack, matrices = nn.Parameter(torch.zeros(3, 16, 8)), [nn.Parameter(torch.zeros(16, 8)) for _ in range(3)]
+    stack, matrices = (
+        nn.Parameter(torch.zeros(3, 16, 8)),
+        [nn.Parameter(torch.zeros(16, 8)) for _ in range(3)],
+    )
     grad = torch.randn(3, 16, 8)
     stack.grad = grad.clone()
     for matrix, slice_ in zip(matrices, grad, strict=True):
         matrix.grad = slice_.clone()
     Muon([stack], lr=0.1, scale="spectral").step()
     Muon(matrices, lr=0.1, scale="spectral", batch=False).step()
-    torch.testing.assert_close(stack.detach(), torch.stack([m.detach() for m in matrices]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        stack.detach(), torch.stack([m.detach() for m in matrices]), atol=1e-6, rtol=0
+    )
 
 
 def test_block_rows_orthogonalise_heads_apart_with_the_scale_of_the_block() -> None:
@@ -91,7 +102,10 @@ def test_scales() -> None:
 def test_momentum_of_row_shards_is_that_of_the_whole() -> None:
     """The fsdp2 strategies update the momentum of their shards before they gather."""
     grad, buffer = torch.randn(9, 7), torch.randn(9, 7)
-    parts = [momentum_update(g, b, 0.9, True) for g, b in zip(grad.split(4), buffer.clone().split(4), strict=True)]
+    parts = [
+        momentum_update(g, b, 0.9, True)
+        for g, b in zip(grad.split(4), buffer.clone().split(4), strict=True)
+    ]
     assert torch.equal(torch.cat(parts), momentum_update(grad, buffer, 0.9, True))
 
 
@@ -108,7 +122,10 @@ def test_batching_changes_rounding_only() -> None:
 
 
 def test_without_batching_a_matrix_does_not_depend_on_its_neighbours() -> None:
-    alone, crowd = nn.Parameter(torch.zeros(16, 48)), [nn.Parameter(torch.zeros(16, 48)) for _ in range(3)]
+    alone, crowd = (
+        nn.Parameter(torch.zeros(16, 48)),
+        [nn.Parameter(torch.zeros(16, 48)) for _ in range(3)],
+    )
     grads = gradients((16, 48), 3)
     alone.grad = grads[1].clone()
     for param, grad in zip(crowd, grads, strict=True):
@@ -123,8 +140,10 @@ def test_parameters_without_a_gradient_or_without_rows_are_passed_over() -> None
     elsewhere.grad, active.grad = torch.ones(0, 4), torch.randn(4, 4)
     optimizer = Muon([idle, elsewhere, active], lr=0.1)
     optimizer.step()
-    assert torch.equal(idle, torch.ones(4, 4)) and not torch.equal(active, torch.ones(4, 4))
-    assert elsewhere not in optimizer.state and idle not in optimizer.state
+    assert torch.equal(idle, torch.ones(4, 4))
+    assert not torch.equal(active, torch.ones(4, 4))
+    assert elsewhere not in optimizer.state
+    assert idle not in optimizer.state
 
 
 def test_step_returns_what_the_closure_returns() -> None:
