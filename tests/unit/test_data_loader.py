@@ -1,0 +1,390 @@
+"""The loader: the same global batches in any layout, exact resume, sizes, mixtures, validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from matrixtitan.config import Config, DataSource, ValidationConfig
+from matrixtitan.data.dataloader import (
+    build_dataloader,
+    build_validation_loader,
+    microbatches,
+    open_sources,
+    stream_fingerprint,
+)
+from matrixtitan.data.dataset import IGNORE_INDEX
+from matrixtitan.data.prepare import TextSource, tokenize
+from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
+
+Batch = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora of different letters, and a cache that the module's tests share."""
+    folder = tmp_path_factory.mktemp("data")
+    write_jsonl(folder / "lower.jsonl", texts(60))
+    write_jsonl(folder / "upper.jsonl", [text.upper() for text in texts(90, seed=1)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return byte_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def lower(folder: Path) -> DataSource:
+    return DataSource("jsonl", (str(folder / "lower.jsonl"),))
+
+
+@pytest.fixture(scope="module")
+def upper(folder: Path) -> DataSource:
+    return DataSource("jsonl", (str(folder / "upper.jsonl"),), weight=3.0)
+
+
+def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
+    """Every window as a tuple of its tokens and its last label."""
+    return [
+        (*tokens.tolist(), label[-1].item())
+        for batch in batches
+        for tokens, label in zip(*batch, strict=True)
+    ]
+
+
+def global_batches(
+    config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
+) -> list[list[tuple[int, ...]]]:
+    """The windows of each step, in the order of the stream, put together from all ranks."""
+    training = config.training
+    count = microbatches(training.global_batch_size, training.local_batch_size, world_size)
+    loaders = [
+        iter(build_dataloader(config, tokenizer, rank, world_size, start_window))
+        for rank in range(world_size)
+    ]
+    return [rows(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)]
+
+
+def with_workers(config: Config, num_workers: int) -> Config:
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, num_workers=num_workers)
+    )
+
+
+def with_local_batch(config: Config, local_batch_size: int) -> Config:
+    training = dataclasses.replace(config.training, local_batch_size=local_batch_size)
+    return dataclasses.replace(config, training=training)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_and_labels_are_the_next_tokens(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    config = data_config(folder, lower, local_batch_size=3)
+    tokens, labels = next(iter(build_dataloader(config, tokenizer, 0, 2)))
+    assert tokens.shape == labels.shape == (3, 16)
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+
+
+def test_each_token_is_predicted_once_an_epoch(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    config = data_config(folder, lower)
+    (source,) = open_sources(config.data, tokenizer)
+    size = source.train.num_windows(16)
+    stream = source.train.read(0, len(source.train)).tolist()
+    windows = rows(itertools.islice(build_dataloader(config, tokenizer, 0, 1), size))
+    expected = [tuple(stream[16 * number : 16 * number + 17]) for number in range(size)]
+    assert sorted(windows) == sorted(expected)
+    assert windows != expected  # shuffled
+    again = rows(itertools.islice(build_dataloader(config, tokenizer, 0, 1, size), size))
+    assert sorted(again) == sorted(expected)
+    assert again != windows  # anew
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("local_batch_size", [1, 3])
+def test_global_batches_are_the_same_at_any_world_size(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lower: DataSource,
+    upper: DataSource,
+    world_size: int,
+    local_batch_size: int,
+) -> None:
+    config = data_config(folder, lower, upper, global_batch_size=36)
+    expected = global_batches(config, tokenizer, 1, steps=12)
+    got = global_batches(
+        with_local_batch(config, local_batch_size), tokenizer, world_size, steps=12
+    )
+    assert got == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_change_nothing(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int
+) -> None:
+    config = data_config(folder, lower, local_batch_size=2)
+    expected = global_batches(config, tokenizer, 2, steps=5)
+    assert global_batches(with_workers(config, num_workers), tokenizer, 2, steps=5) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_twice_in_a_row_and_at_another_world_size(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, upper: DataSource, num_workers: int
+) -> None:
+    config = data_config(folder, lower, upper)
+    expected = global_batches(config, tokenizer, 1, steps=9)
+    worked = with_workers(config, num_workers)
+    got = global_batches(worked, tokenizer, 2, steps=2)
+    got += global_batches(worked, tokenizer, 3, steps=3, start_window=2 * 12)
+    got += global_batches(worked, tokenizer, 1, steps=4, start_window=5 * 12)
+    assert got == expected
+
+
+def test_resume_at_a_far_index_reads_only_its_own_tokens(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    """A window of a later epoch is found without walking there."""
+    config = data_config(folder, lower)
+    windows = build_dataloader(config, tokenizer, 0, 1, 10**15).dataset.windows
+    reads = []
+    read = windows.streams[0].read
+    windows.streams[0].read = lambda start, count: reads.append(count) or read(start, count)
+    loader = build_dataloader(config, tokenizer, 0, 1, 10**15)
+    loader.dataset.windows = windows
+    next(iter(loader))
+    assert reads == [17]
+
+
+def test_loader_leaves_the_global_random_state_alone(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    config = data_config(folder, lower, num_workers=1)
+    before = torch.get_rng_state()
+    next(iter(build_dataloader(config, tokenizer, 0, 1)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stream_pickles_without_its_tokens(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    (source,) = open_sources(data_config(folder, lower).data, tokenizer)
+    pickled = pickle.dumps(source.train)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).read(5, 20).tolist() == source.train.read(5, 20).tolist()
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_sources_in_their_shares(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, upper: DataSource
+) -> None:
+    config = data_config(folder, lower, upper)
+    for step in global_batches(config, tokenizer, 2, steps=10):
+        kinds = Counter(any(chr(token).isupper() for token in row if token < 256) for row in step)
+        assert kinds == {True: 9, False: 3}  # weights 3 to 1 of 12
+
+
+def test_seed_orders_the_data(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
+    def first(**options: int) -> list[list[tuple[int, ...]]]:
+        return global_batches(data_config(folder, lower, **options), tokenizer, 1, steps=1)
+
+    assert first(seed=1) == first(seed=1)
+    assert first(seed=1) != first(seed=2)
+    config = data_config(folder, lower, seed=1)
+    own = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=2))
+    assert global_batches(own, tokenizer, 1, steps=1) == first(seed=2)
+
+
+def test_prepared_shards_give_the_same_batches(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, tmp_path: Path
+) -> None:
+    tokenize(
+        TextSource("jsonl", lower.path),
+        tokenizer,
+        tmp_path,
+        validation_fraction=0.1,
+        shard_tokens=500,
+    )
+    from_text = data_config(folder, lower)
+    from_shards = data_config(folder, DataSource("shards", (str(tmp_path),)))
+    batches = [global_batches(config, tokenizer, 1, steps=3) for config in (from_text, from_shards)]
+    assert batches[0] == batches[1]
+    validations = [
+        rows(build_validation_loader(config, tokenizer, 0, 1))
+        for config in (from_text, from_shards)
+    ]
+    assert validations[0] == validations[1]
+    with pytest.raises(ValueError, match="was made by another tokenizer"):
+        build_dataloader(from_shards, load_tokenizer(""), 0, 1)
+
+
+def test_too_little_data(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, upper: DataSource
+) -> None:
+    (source,) = open_sources(data_config(folder, lower).data, tokenizer)
+    size = source.train.num_windows(16)
+    build_dataloader(data_config(folder, lower, global_batch_size=size), tokenizer, 0, 1)
+    with pytest.raises(
+        ValueError, match=rf"data\.sources\[0\] has {size} windows .* fewer than the {size + 1}"
+    ):
+        build_dataloader(data_config(folder, lower, global_batch_size=size + 1), tokenizer, 0, 1)
+    with pytest.raises(ValueError, match=r"data\.sources\[1\] has \d+ windows"):
+        build_dataloader(data_config(folder, lower, upper, global_batch_size=400), tokenizer, 0, 1)
+    with pytest.raises(
+        ValueError,
+        match=r"data\.sources\[0\] has \d+ training tokens, fewer than one window of",
+    ):
+        build_dataloader(data_config(folder, lower, seq_len=100_000), tokenizer, 0, 1)
+
+
+def test_bad_weight_and_no_source(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]: weight 0\.0 must be above 0"):
+        build_dataloader(
+            data_config(folder, dataclasses.replace(lower, weight=0.0)), tokenizer, 0, 1
+        )
+    with pytest.raises(ValueError, match=r"data\.sources is empty"):
+        build_dataloader(data_config(folder), tokenizer, 0, 1)
+
+
+def test_the_log_tells_how_often_the_data_is_read(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = data_config(folder, lower)
+    size = open_sources(config.data, tokenizer)[0].train.num_windows(16)
+    with caplog.at_level(logging.INFO, "matrixtitan"):
+        build_dataloader(config, tokenizer, 0, 1)
+    assert f"the whole run reads it {120 / size:.2f} times" in caplog.text
+
+
+@pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6"), (0, "6")])
+def test_uneven_global_batch_names_the_nearest(global_batch_size: int, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"nearest that can: {nearest};"):
+        microbatches(global_batch_size, local_batch_size=2, dp_world_size=3)
+    assert microbatches(18, 2, 3) == 3
+
+
+def test_stream_fingerprint_follows_what_orders_the_data(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, upper: DataSource, tmp_path: Path
+) -> None:
+    config = data_config(folder, lower, upper)
+    fingerprint = stream_fingerprint(config, tokenizer)
+    assert json.loads(json.dumps(fingerprint)) == fingerprint
+    moved = DataSource("jsonl", (str(write_jsonl(tmp_path / "moved.jsonl", texts(60))),))
+    same = [
+        with_local_batch(with_workers(config, 2), 3),
+        data_config(tmp_path / "other_cache", moved, upper),  # by content, not by name
+    ]
+    changed = [
+        data_config(folder, upper, lower),
+        data_config(folder, lower, dataclasses.replace(upper, weight=2.0)),
+        data_config(folder, lower, upper, seed=1),
+        data_config(folder, lower, upper, seq_len=8),
+        data_config(folder, lower, upper, validation_fraction=0.2),
+    ]
+    assert all(stream_fingerprint(other, tokenizer) == fingerprint for other in same)
+    assert all(stream_fingerprint(other, tokenizer) != fingerprint for other in changed)
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
+    """The windows that count; a row's labels are all ignored or none is."""
+    kept = []
+    for tokens, labels in batches:
+        ignored = (labels == IGNORE_INDEX).all(dim=1)
+        assert torch.equal(ignored, (labels == IGNORE_INDEX).any(dim=1))
+        kept += rows([(tokens[~ignored], labels[~ignored])])
+    return kept
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("local_batch_size", [1, 2])
+@pytest.mark.parametrize("steps", [1, -1])
+def test_validation_reads_the_same_windows_at_any_world_size(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lower: DataSource,
+    world_size: int,
+    local_batch_size: int,
+    steps: int,
+) -> None:
+    def loaders(world_size: int, local_batch_size: int) -> list:
+        validation = ValidationConfig(enable=True, steps=steps, local_batch_size=local_batch_size)
+        config = data_config(folder, lower, global_batch_size=7, validation=validation)
+        return [
+            build_validation_loader(config, tokenizer, rank, world_size)
+            for rank in range(world_size)
+        ]
+
+    expected = labelled(loaders(1, 1)[0])
+    ranks = loaders(world_size, local_batch_size)
+    batches = [list(loader) for loader in ranks]
+    assert {len(rank) for rank in batches} == {ranks[0].num_batches}
+    in_order = [rank[number] for number in range(ranks[0].num_batches) for rank in batches]
+    assert labelled(in_order) == expected
+    assert len(expected) == len(set(expected)) == ranks[0].num_windows
+    assert rows(ranks[0]) == rows(batches[0])  # every validation again
+
+
+def test_validation_sizes(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
+    (source,) = open_sources(data_config(folder, lower).data, tokenizer)
+    available = source.validation.num_windows(16)
+    assert 7 < available < 7000
+
+    def num_windows(steps: int) -> int | None:
+        validation = ValidationConfig(enable=True, steps=steps)
+        config = data_config(folder, lower, global_batch_size=7, validation=validation)
+        return build_validation_loader(config, tokenizer, 0, 2).num_windows
+
+    assert num_windows(1) == 7
+    assert num_windows(-1) == num_windows(1000) == available
+
+
+def test_validation_documents_are_not_trained_on(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource
+) -> None:
+    (source,) = open_sources(data_config(folder, lower).data, tokenizer)
+    train = tokenizer.decode(source.train.read(0, len(source.train)).tolist())
+    held_out = tokenizer.decode(source.validation.read(0, len(source.validation)).tolist())
+    assert source.validation.num_documents == 6
+    for number in range(60):
+        start = f"<|begin_of_text|>{number}:"
+        assert (start in held_out, start in train) == (number % 10 == 9, number % 10 != 9)
+
+
+def test_validation_without_held_out_data(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lower: DataSource,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"not one window .*\(data\.sources\[0\]: 0 tokens, 0 documents"
+    ):
+        build_validation_loader(
+            data_config(folder, lower, validation_fraction=0.0), tokenizer, 0, 1
+        )
+    tokenize(TextSource("jsonl", lower.path), tokenizer, tmp_path, validation_fraction=0.0)
+    config = data_config(folder, lower, DataSource("shards", (str(tmp_path),)))
+    assert build_validation_loader(config, tokenizer, 0, 1).num_windows
+    assert "nothing is held out of data.sources[1]" in caplog.text
