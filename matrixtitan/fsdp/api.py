@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +24,7 @@ from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.transports import Grouped, Star, Transport
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.local_param import LocalParam
-from matrixtitan.plan.cost import choose_transport, unit_shares
+from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import Plan
@@ -310,7 +309,7 @@ def _communication(
         if plan.world_size > 1:
             ranks = dist.get_process_group_ranks(shard_group)
             backend = _backend(shard_group, device)
-            chosen = _transport_class(transport, plan, backend)
+            chosen = _transport_class(transport, plan.world_size, backend)
             transports = [
                 chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True)) for _ in range(2)
             ]
@@ -337,17 +336,14 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     return backends[device.type]
 
 
-def _transport_class(name: str, plan: Plan, backend: str) -> type[Transport]:
+def _transport_class(name: str, world_size: int, backend: str) -> type[Transport]:
     if backend == "fake":  # a dry run: nothing travels
         return Grouped
     if name == "auto":
         # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
-        votes: Counter[str] = Counter()
-        for shares in unit_shares(plan, element_bytes=1).values():
-            votes[choose_transport(shares, backend, per_host)] += sum(shares)
-        name = max(sorted(votes), key=lambda candidate: votes[candidate])
-        logger.info("transport: %s (auto: %d ranks, %d on this machine, %s)", name, plan.world_size, per_host, backend)
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        name = choose_transport(world_size, backend, per_host)
+        logger.info("transport: %s (auto: %d ranks, %d on this machine, %s)", name, world_size, per_host, backend)
     if name not in TRANSPORTS:
         raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
     if name == "ring" and backend != "gloo":

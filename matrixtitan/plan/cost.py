@@ -366,23 +366,18 @@ def tree_bytes(shares: Sequence[int]) -> int:
 
 
 def choose_transport(
-    shares: Sequence[int], backend: str, ranks_per_host: int | None = None
+    world_size: int, backend: str, ranks_per_host: int | None = None
 ) -> Literal["grouped", "ring", "star"]:
-    """The transport of `transport = "auto"`: from shares and backend alone, so a run can be
-    repeated.
+    """The transport of `transport = "auto"`: from the backend and where ranks are, so that a run can be repeated.
 
-    NCCL: grouped. gloo across machines: ring. gloo inside one machine (None: all ranks on one):
-    star, unless the fan-out of one owner, (N - 1) max s_r, is over what trees of broadcasts take.
+    NCCL: grouped. gloo across machines: ring, since a link carries each byte once whatever the balance. gloo inside
+    one machine: star, since every pattern moves the same bytes through memory and this one has the fewest steps.
     """
     if backend == "nccl":
         return "grouped"
     if backend != "gloo":
-        raise ValueError(
-            f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport"
-        )
-    if ranks_per_host is not None and len(shares) > ranks_per_host:
-        return "ring"
-    return "star" if (len(shares) - 1) * max(shares) <= tree_bytes(shares) else "grouped"
+        raise ValueError(f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport")
+    return "ring" if ranks_per_host is not None and world_size > ranks_per_host else "star"
 
 
 # ---------------------------------------------------------------- strategies

@@ -142,7 +142,7 @@ def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str,
                 "min_share": min(shares),
                 "max_share": max(shares),
                 "owners": sum(1 for share in shares if share),
-                "auto": choose_transport(shares, machine.backend, machine.ranks_per_host),
+                "auto": choose_transport(len(shares), machine.backend, machine.ranks_per_host),
                 "unshard_seconds": {
                     transport: _seconds(transport, shares, machine)
                     for transport in (*TRANSPORTS, "all_gather")

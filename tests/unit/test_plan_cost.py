@@ -174,15 +174,13 @@ def test_links_of_hosts_with_several_ranks() -> None:
 
 
 def test_transport_is_chosen_by_formula_and_backend() -> None:
-    assert choose_transport([1, 1], "nccl") == "grouped"
-    assert choose_transport([4, 2, 1, 1], "gloo") == "star"
-    assert choose_transport([4, 2, 1, 1], "gloo", ranks_per_host=4) == "star"
-    assert choose_transport([4, 2, 1, 1], "gloo", ranks_per_host=2) == "ring"
-    assert choose_transport([1] + [0] * 15, "gloo") == "grouped"
-    assert choose_transport([1] * 16, "gloo") == "star"
-    assert choose_transport([7], "gloo") == "star"
+    assert choose_transport(2, "nccl") == "grouped"
+    assert choose_transport(64, "nccl", ranks_per_host=8) == "grouped"
+    assert choose_transport(4, "gloo") == "star"
+    assert choose_transport(4, "gloo", ranks_per_host=4) == "star"
+    assert choose_transport(4, "gloo", ranks_per_host=2) == "ring"
     with pytest.raises(ValueError, match="backend 'mpi'"):
-        choose_transport([1], "mpi")
+        choose_transport(1, "mpi")
 
 
 def test_strategy_bytes_follow_the_formulas() -> None:
