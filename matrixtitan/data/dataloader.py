@@ -149,6 +149,10 @@ def build_validation_loader(
     if nothing is held out.
     """
     training, validation = config.training, config.validation
+    if validation.steps == 0 or validation.steps < -1:
+        raise ValueError(
+            f"validation.steps {validation.steps} must be at least 1, or -1 for all held-out data"
+        )
     sources = open_sources(config.data, tokenizer)
     usable = [source for source in sources if source.validation.num_windows(training.seq_len)]
     if not usable:
@@ -174,7 +178,7 @@ def build_validation_loader(
         _seed(config),
     )
     available = windows.order.first_repeat()
-    wanted = available if validation.steps < 0 else validation.steps * training.global_batch_size
+    wanted = available if validation.steps == -1 else validation.steps * training.global_batch_size
     if dp_rank == 0 and wanted > available:
         logger.info(
             "validation: %d windows are held out, fewer than the %d wanted; all are used",

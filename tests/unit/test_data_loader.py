@@ -357,6 +357,8 @@ def test_validation_sizes(folder: Path, tokenizer: Tokenizer, lower: DataSource)
 
     assert num_windows(1) == 7
     assert num_windows(-1) == num_windows(1000) == available
+    with pytest.raises(ValueError, match=r"validation\.steps 0"):
+        num_windows(0)
 
 
 def test_validation_documents_are_not_trained_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
 import pathlib
 import sys
 import types
@@ -79,6 +80,13 @@ def test_compresses_source_code(embedded: Tokenizer) -> None:
 def test_a_very_long_run_is_encoded(embedded: Tokenizer) -> None:
     text = "x = '" + "a" * 1_200_000 + "'" + " " * 60_000 + "end"
     assert embedded.decode(embedded.encode(text)) == text
+
+
+def test_half_a_surrogate_pair_is_replaced(embedded: Tokenizer) -> None:
+    assert (
+        embedded.decode(embedded.encode(json.loads(r'"a\ud800b \ud83d\ude00"')))
+        == "a\ufffdb \U0001f600"
+    )
 
 
 def test_fingerprint_follows_ranks(embedded: Tokenizer, tmp_path: pathlib.Path) -> None:
