@@ -74,7 +74,9 @@ class PhaseTimer:
     read only at `take`, so that no step waits for the device.
     """
 
-    def __init__(self, device: torch.device, device_phases: Sequence[str] = ("forward_backward", "optimizer")) -> None:
+    def __init__(
+        self, device: torch.device, device_phases: Sequence[str] = ("forward_backward", "optimizer")
+    ) -> None:
         self._cuda_phases = frozenset(device_phases) if device.type == "cuda" else frozenset[str]()
         self._host_seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -90,7 +92,9 @@ class PhaseTimer:
         else:
             began = time.perf_counter()
             yield
-            self._host_seconds[name] = self._host_seconds.get(name, 0.0) + time.perf_counter() - began
+            self._host_seconds[name] = (
+                self._host_seconds.get(name, 0.0) + time.perf_counter() - began
+            )
 
     def take(self) -> dict[str, float]:
         """Milliseconds per phase since the last call. On CUDA waits for the last phase's kernels."""
@@ -178,7 +182,9 @@ class StepReport:
             parts.append(f"mfu {100 * self.mfu:.1f}%")
         parts.append(_memory_text(self.memory))
         for name, phase in self.phases.items():
-            parts.append(f"{name} {phase.mean:.1f} ms (max {phase.max:.1f}, rank {phase.slowest_rank})")
+            parts.append(
+                f"{name} {phase.mean:.1f} ms (max {phase.max:.1f}, rank {phase.slowest_rank})"
+            )
         if self.skipped_steps:
             parts.append(f"{self.skipped_steps} steps skipped")
         return " | ".join(parts)
@@ -197,7 +203,9 @@ class ProgressBar:
 
     WIDTH = 28
 
-    def __init__(self, total: int, stream: TextIO = sys.stderr, enabled: bool | None = None) -> None:
+    def __init__(
+        self, total: int, stream: TextIO = sys.stderr, enabled: bool | None = None
+    ) -> None:
         self._total = total
         self._stream = stream
         self._enabled = stream.isatty() if enabled is None else enabled
@@ -208,7 +216,9 @@ class ProgressBar:
             return
         filled = self.WIDTH * done // max(self._total, 1)
         bar = "#" * filled + "-" * (self.WIDTH - filled)
-        self._stream.write(f"\r\x1b[K[{bar}] {done}/{self._total} {text}")  # \x1b[K: erase what was longer
+        self._stream.write(
+            f"\r\x1b[K[{bar}] {done}/{self._total} {text}"
+        )  # \x1b[K: erase what was longer
         self._stream.flush()
         self._drawn = True
 
@@ -249,7 +259,10 @@ class Metrics:
         device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak_flops = config.peak_flops or peak_flops(device_name)
         if self._peak_flops is None and rank == 0:
-            logger.info("MFU is left out: no peak FLOP/s known for %r; metrics.peak_flops sets it", device_name)
+            logger.info(
+                "MFU is left out: no peak FLOP/s known for %r; metrics.peak_flops sets it",
+                device_name,
+            )
         self._writer: SummaryWriter | None = None
         if config.enable_tensorboard and rank == 0:
             folder = dump_folder / config.save_tb_folder
@@ -298,9 +311,13 @@ class Metrics:
             learning_rates=learning_rates,
             tokens_per_second=tokens_per_second,
             mfu=mfu,
-            phases={name: OverRanks.of(column) for name, column in zip(PHASES, columns[1:], strict=False)},
+            phases={
+                name: OverRanks.of(column)
+                for name, column in zip(PHASES, columns[1:], strict=False)
+            },
             memory={
-                name: max(column) for name, column in zip(memory, columns[1 + len(PHASES) :], strict=True)
+                name: max(column)
+                for name, column in zip(memory, columns[1 + len(PHASES) :], strict=True)
             },
             skipped_steps=skipped_steps,
         )
@@ -314,7 +331,9 @@ class Metrics:
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
         """`loss` is the mean over `tokens` held-out tokens after `step` steps."""
         self._write(step, {"loss/validation": loss})
-        self._say(f"step {step}/{self._total_steps} | validation loss {loss:.6f} over {tokens:,} tokens")
+        self._say(
+            f"step {step}/{self._total_steps} | validation loss {loss:.6f} over {tokens:,} tokens"
+        )
 
     def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Further curves, for example the pause of a save."""
@@ -323,7 +342,9 @@ class Metrics:
     def log_text(self, tag: str, text: str) -> None:
         """A text shown as it is in TensorBoard: the config, the plan."""
         if self._writer:
-            indented = "\n".join(f"    {line}" for line in text.splitlines())  # four spaces: a Markdown code block
+            indented = "\n".join(
+                f"    {line}" for line in text.splitlines()
+            )  # four spaces: a Markdown code block
             self._writer.add_text(tag, indented)
             self._writer.flush()
 

@@ -35,7 +35,9 @@ class Parallelized(NamedTuple):
     close: Callable[[], None]
 
 
-def parallelize(model: Llama, config: Config, mesh: DeviceMesh, device: torch.device) -> Parallelized:
+def parallelize(
+    model: Llama, config: Config, mesh: DeviceMesh, device: torch.device
+) -> Parallelized:
     """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing."""
     check_patterns([name for name, _ in model.named_parameters()], config.optimizer)
     specs = model_specs(model, config)
@@ -114,7 +116,9 @@ def _matrix_fsdp(
         prefetch=parallelism.prefetch,
         gradient_reduction="sum",
     )
-    strategy = MatrixFSDPStrategy(runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch)
+    strategy = MatrixFSDPStrategy(
+        runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch
+    )
     return Parallelized(strategy, plan, runtime.close)
 
 
@@ -126,7 +130,9 @@ def _fsdp2(
         model,
         specs,
         units=model.unit_names(),
-        mesh=mesh if mesh.size(0) > 1 else mesh["dp_shard"],  # an axis of one would still be all-reduced over
+        mesh=mesh
+        if mesh.size(0) > 1
+        else mesh["dp_shard"],  # an axis of one would still be all-reduced over
         device=device,
         dtype=dtype_of(config.training.dtype),
         param_dtype=dtype_of(config.training.mixed_precision_param),

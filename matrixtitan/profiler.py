@@ -20,7 +20,9 @@ logger = get_logger()
 
 WARMUP_STEPS = 3  # the profiler's own start-up cost falls into these and is dropped
 ACTIVE_STEPS = 1
-MAX_SNAPSHOT_EVENTS = 100_000  # allocator events kept; a step of a large model makes some ten thousand
+MAX_SNAPSHOT_EVENTS = (
+    100_000  # allocator events kept; a step of a large model makes some ten thousand
+)
 
 
 class Profiler:
@@ -29,7 +31,9 @@ class Profiler:
     `start_step` is the number of steps done before this run, so that a resumed run names its files by the true step.
     """
 
-    def __init__(self, config: ProfilingConfig, dump_folder: Path, rank: int, start_step: int = 0) -> None:
+    def __init__(
+        self, config: ProfilingConfig, dump_folder: Path, rank: int, start_step: int = 0
+    ) -> None:
         self._traces: Path | None = None
         self._snapshots: Path | None = None
         if config.enable_profiling:
@@ -58,7 +62,9 @@ class Profiler:
         return torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(
-                wait=self._freq - WARMUP_STEPS - ACTIVE_STEPS, warmup=WARMUP_STEPS, active=ACTIVE_STEPS
+                wait=self._freq - WARMUP_STEPS - ACTIVE_STEPS,
+                warmup=WARMUP_STEPS,
+                active=ACTIVE_STEPS,
             ),
             on_trace_ready=self._write_trace,
             record_shapes=True,
@@ -95,7 +101,10 @@ class Profiler:
             self._write_snapshot(f"step_{self._step}")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._snapshots:
             if isinstance(error, torch.OutOfMemoryError):

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -20,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from matrixtitan.checkpoint import Checkpointer, TrainState
 from matrixtitan.config import Config, to_toml
-from matrixtitan.data.dataloader import build_dataloader, build_validation_loader, microbatches
+from matrixtitan.data.dataloader import (
+    build_dataloader,
+    build_validation_loader,
+    microbatches,
+    stream_fingerprint,
+)
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
@@ -37,16 +42,6 @@ logger = get_logger()
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is not a number; raised on all ranks, before the update."""
-
-
-@dataclass
-class TrainState:
-    """What a resumed run continues from. `window` is the index of the next window of the data stream."""
-
-    step: int = 0
-    window: int = 0
-    tokens_seen: int = 0
-    skipped_steps: int = 0
 
 
 class Trainer:
@@ -68,7 +63,10 @@ class Trainer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._closing.__exit__(kind, error, trace)
 
@@ -81,7 +79,9 @@ class Trainer:
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
-        self.microbatches = microbatches(training.global_batch_size, training.local_batch_size, self.world.size)
+        self.microbatches = microbatches(
+            training.global_batch_size, training.local_batch_size, self.world.size
+        )
         self.tokens_per_step = training.global_batch_size * training.seq_len
 
         # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
@@ -94,7 +94,9 @@ class Trainer:
                 max_seq_len=training.seq_len,
                 tie_embeddings=config.model.tie_embeddings,
             ).to(dtype_of(training.dtype))
-        self.strategy, self.plan, close = parallelize(self.model, config, self.world.mesh, self.device)
+        self.strategy, self.plan, close = parallelize(
+            self.model, config, self.world.mesh, self.device
+        )
         self._closing.callback(close)
         self.strategy.materialize(self._init_rows)
         self.model.init_buffers(self.device)
@@ -104,11 +106,17 @@ class Trainer:
         self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
         # Where to start from, and the data from there on
-        self.state = TrainState()
+        self.checkpointer = self._closing.enter_context(
+            Checkpointer(config.checkpoint, config, self.strategy, self.optimizers, self.plan)
+        )
+        self.state = self.checkpointer.load() or TrainState()
+        self._check_data_order()
         place = (config, self.tokenizer, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
         self._closing.callback(self._stop_reading)
-        self.validation_batches = build_validation_loader(*place) if config.validation.enable else None
+        self.validation_batches = (
+            build_validation_loader(*place) if config.validation.enable else None
+        )
 
         # Reports
         self.metrics = Metrics(
@@ -127,6 +135,23 @@ class Trainer:
     def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
         self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
 
+    def _check_data_order(self) -> None:
+        """A resumed run must go on in the same stream of windows: compared by content, beyond what the config says."""
+        path = self.dump_folder / "data_stream.json"
+        stream = json.dumps(stream_fingerprint(self.config, self.tokenizer), indent=1)
+        if self.state.step and path.is_file() and path.read_text() != stream:
+            message = f"the data is not what the run had read until step {self.state.step} ({path} describes that)"
+            if not self.config.data.allow_data_change:
+                raise ValueError(
+                    f"{message}: window {self.state.window} is other text now. Put the data back, or go on with "
+                    "data.allow_data_change = true"
+                )
+            logger.warning("%s; going on with it (data.allow_data_change)", message)
+        dist.barrier()  # every rank has read it
+        if self.world.rank == 0:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(stream)
+
     def _stop_reading(self) -> None:
         self.batches = iter(())  # the last reference to the loader's worker processes
 
@@ -134,7 +159,6 @@ class Trainer:
         """The resolved config and the plan, beside the run's outputs and in TensorBoard."""
         if self.world.rank != 0:
             return
-        self.dump_folder.mkdir(parents=True, exist_ok=True)
         config = to_toml(self.config)
         (self.dump_folder / "config.toml").write_text(config)
         self.metrics.log_text("config", config)
@@ -143,7 +167,10 @@ class Trainer:
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_text("plan", plan)
         if self.config.parallelism.dry_run_world_size:
-            logger.info("dry run: memory and the time to compute are those of rank %d; losses mean nothing", self.world.rank)
+            logger.info(
+                "dry run: memory and the time to compute are those of rank %d; losses mean nothing",
+                self.world.rank,
+            )
         logger.info(
             "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
             self.config.model.name,
@@ -162,9 +189,17 @@ class Trainer:
         """Run to `training.steps`. Every rank calls the same collectives in the same order."""
         training = self.config.training
         first_step = self.state.step + 1
+        if first_step > training.steps and self.world.rank == 0:
+            logger.warning(
+                "nothing to do: step %d of %d is done; raise training.steps to go on",
+                self.state.step,
+                training.steps,
+            )
         self._closing.callback(_control_garbage_collection())
         self.metrics.begin()
-        with Profiler(self.config.profiling, self.dump_folder, self.world.rank, self.state.step) as profiler:
+        with Profiler(
+            self.config.profiling, self.dump_folder, self.world.rank, self.state.step
+        ) as profiler:
             for step in range(first_step, training.steps + 1):
                 last = step == training.steps
                 self.schedule.set_step(step)
@@ -177,9 +212,12 @@ class Trainer:
                     self._log(step, loss, grad_norm)
                 if self._is_validation_step(step, last):
                     self.validate(step)
+                ending = self._save(step, last)
 
                 profiler.step()
                 self.metrics.progress(step)
+                if ending:
+                    break
                 if step == first_step:
                     self.world.set_timeout(self.config.comm.train_timeout_seconds)
                 if training.gc_freq and step % training.gc_freq == 0:
@@ -226,7 +264,9 @@ class Trainer:
         losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
-        where = f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
+        where = (
+            f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
+        )
         message = f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before this step"
         if self.config.training.on_nonfinite == "stop":
             raise NonFiniteError(
@@ -254,10 +294,27 @@ class Trainer:
             skipped_steps=self.state.skipped_steps,
         )
 
+    def _save(self, step: int, last: bool) -> bool:
+        """Save if it is time to; True if the run was told to end (pre-emption), after a save."""
+        with self.metrics.timer.phase("checkpoint"):
+            self.checkpointer.check_failure()
+            ending = self.checkpointer.preempted()
+            pause = self.checkpointer.maybe_save(step, self.state, last, now=ending)
+        if pause is not None:
+            self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
+        if ending and self.world.rank == 0:
+            logger.warning(
+                "step %d: told to end by a signal; saved, started again the run resumes from here",
+                step,
+            )
+        return ending
+
     # --- validation --------------------------------------------------------------------------------------------------
 
     def _is_validation_step(self, step: int, last: bool) -> bool:
-        return self.validation_batches is not None and (last or step % self.config.validation.freq == 0)
+        return self.validation_batches is not None and (
+            last or step % self.config.validation.freq == 0
+        )
 
     @torch.no_grad()
     def validate(self, step: int) -> float:
@@ -266,7 +323,9 @@ class Trainer:
             raise RuntimeError("validation.enable is false, so no held-out data was opened")
         with self.metrics.timer.phase("validation"):
             self.model.eval()
-            total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
+            total = torch.zeros(
+                2, dtype=torch.float64, device=self.device
+            )  # sum of losses, number of tokens
             for tokens, labels in self.validation_batches:
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)

@@ -93,7 +93,9 @@ class DDP(DataParallel):
         with torch.no_grad():
             for name, parameter in self._inner.named_parameters():
                 if name not in self._specs:
-                    raise RuntimeError(f"{name} appeared with materialization: a weight registered in two modules")
+                    raise RuntimeError(
+                        f"{name} appeared with materialization: a weight registered in two modules"
+                    )
                 if init_rows is not None:
                     init_rows(name, tuple(parameter.shape), 0, parameter.data)
         wrapped = self._inner

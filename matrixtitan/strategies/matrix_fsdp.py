@@ -20,7 +20,9 @@ class MatrixFSDPStrategy(DataParallel):
     """`runtime` must sum gradients. `reduce_each_microbatch` reduces after each backward, so that only one unit's full
     gradients are alive; otherwise full gradients accumulate on every rank and are reduced once a step."""
 
-    def __init__(self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True) -> None:
+    def __init__(
+        self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True
+    ) -> None:
         self.model = runtime.model
         self._runtime = runtime
         self._device = device

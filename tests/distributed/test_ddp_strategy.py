@@ -27,7 +27,9 @@ class Model(nn.Module):
         self.second = nn.Linear(8, 3, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.second(torch.tanh(self.first(tokens))).float(), labels, reduction="sum")
+        return F.cross_entropy(
+            self.second(torch.tanh(self.first(tokens))).float(), labels, reduction="sum"
+        )
 
 
 def specs() -> list[ParamSpec]:
@@ -62,10 +64,16 @@ def reference() -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         fill(name, tuple(parameter.shape), 0, parameter.data)
     (model(*batch()) / SEQUENCES).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def gradients(microbatches: int, options: dict[str, object]) -> tuple[dict[str, Tensor], float, int]:
+def gradients(
+    microbatches: int, options: dict[str, object]
+) -> tuple[dict[str, Tensor], float, int]:
     """This rank's gradients of its share, the clipped norm, and the number of collectives."""
     strategy = build(**options)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -81,8 +89,12 @@ def gradients(microbatches: int, options: dict[str, object]) -> tuple[dict[str, 
     return found, norm, calls
 
 
-@pytest.mark.parametrize(("world_size", "microbatches"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 3)])
-def test_gradients_are_the_sum_over_ranks_and_microbatches(world_size: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "microbatches"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (4, 3)]
+)
+def test_gradients_are_the_sum_over_ranks_and_microbatches(
+    world_size: int, microbatches: int
+) -> None:
     expected = reference()
     results = run_distributed(gradients, world_size, microbatches, {})
     norm = sum(grad.double().square().sum() for grad in expected.values()) ** 0.5
@@ -93,7 +105,9 @@ def test_gradients_are_the_sum_over_ranks_and_microbatches(world_size: int, micr
         torch.testing.assert_close(found, results[0][0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options", [{"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16}]
+)
 def test_bfloat16_is_used_where_asked_for_and_masters_stay(options: dict[str, object]) -> None:
     expected = reference()
     for found, _, _ in run_distributed(gradients, 2, 2, options):
@@ -102,7 +116,10 @@ def test_bfloat16_is_used_where_asked_for_and_masters_stay(options: dict[str, ob
             torch.testing.assert_close(found[name], grad, rtol=0.05, atol=0.02)
         differs = [not torch.equal(found[name], grad) for name, grad in expected.items()]
         assert any(differs), "float32 throughout would agree much closer"
-        exact = all(torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6) for name, grad in expected.items())
+        exact = all(
+            torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6)
+            for name, grad in expected.items()
+        )
         assert not exact
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import email
 import json
 import math
+import os
 import re
+import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer
-from tests.lib.distributed import run_distributed
+from tests.lib.distributed import RankFailure, run_distributed
 
 STEPS = 4
 TOLERANCE = 5e-5
@@ -77,7 +80,9 @@ def curves(dump_folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Every scalar of the run's TensorBoard folder: tag -> [(step, value)]."""
     events = EventAccumulator(str(dump_folder / "tb"), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def train(config: Config) -> None:
@@ -85,7 +90,9 @@ def train(config: Config) -> None:
         trainer.train()
 
 
-def run(corpus: Path, folder: Path, world_size: int, **overrides: object) -> dict[str, list[tuple[int, float]]]:
+def run(
+    corpus: Path, folder: Path, world_size: int, **overrides: object
+) -> dict[str, list[tuple[int, float]]]:
     run_distributed(train, world_size, config_for(corpus, folder, **overrides))
     return curves(folder)
 
@@ -93,7 +100,9 @@ def run(corpus: Path, folder: Path, world_size: int, **overrides: object) -> dic
 def assert_same_numbers(
     found: Mapping[str, list[tuple[int, float]]], expected: Mapping[str, list[tuple[int, float]]]
 ) -> None:
-    for (step, value), (other_step, other) in zip(found["loss/train"], expected["loss/train"], strict=True):
+    for (step, value), (other_step, other) in zip(
+        found["loss/train"], expected["loss/train"], strict=True
+    ):
         assert step == other_step
         assert value == pytest.approx(other, abs=TOLERANCE)
     for (_, value), (_, other) in zip(found["grad_norm"], expected["grad_norm"], strict=True):
@@ -101,7 +110,9 @@ def assert_same_numbers(
 
 
 @pytest.fixture(scope="session")
-def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, float]]]:
+def reference(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int, float]]]:
     """One process, the whole batch at once."""
     return run(corpus, tmp_path_factory.mktemp("reference"), 1, training__local_batch_size=12)
 
@@ -140,7 +151,11 @@ def test_accumulating_without_reducing_gives_the_same_numbers(
     corpus: Path, tmp_path: Path, reference: dict[str, list[tuple[int, float]]]
 ) -> None:
     found = run(
-        corpus, tmp_path, 2, parallelism__strategy="matrix_fsdp", parallelism__reduce_each_microbatch="false"
+        corpus,
+        tmp_path,
+        2,
+        parallelism__strategy="matrix_fsdp",
+        parallelism__reduce_each_microbatch="false",
     )
     assert_same_numbers(found, reference)
 
@@ -168,7 +183,11 @@ def test_curves_have_fixed_names_and_count_from_one(
 
 def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     config = config_for(
-        corpus, tmp_path, parallelism__strategy="matrix_fsdp", training__steps=2, metrics__peak_flops=1e12
+        corpus,
+        tmp_path,
+        parallelism__strategy="matrix_fsdp",
+        training__steps=2,
+        metrics__peak_flops=1e12,
     )
     run_distributed(train, 2, config)
     assert load_config(["--config", str(tmp_path / "config.toml")]) == config
@@ -177,13 +196,17 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     events.Reload()
     assert {"config/text_summary", "plan/text_summary"} <= set(events.Tags()["tensors"])
     tokens_per_second = events.Scalars("throughput/tokens_per_second")[0].value
-    assert 0 < events.Scalars("throughput/mfu")[0].value < tokens_per_second  # the override made it known
+    assert (
+        0 < events.Scalars("throughput/mfu")[0].value < tokens_per_second
+    )  # the override made it known
 
 
 # --- a loss or gradient that is not a number -------------------------------------------------------------------------
 
 
-def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> tuple[str, list[Tensor], int]:
+def poisoned(
+    config: Config, bad_rank: int, bad_step: int, value: float
+) -> tuple[str, list[Tensor], int]:
     """Train with `value` added to one rank's loss in one step; the error, the weights at the end, the steps skipped."""
     with Trainer(config) as trainer:
 
@@ -203,7 +226,10 @@ def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> tupl
 
 @pytest.mark.parametrize(
     ("strategy", "value"),
-    [("ddp", math.nan), ("matrix_fsdp", math.inf)],  # inf: the loss alone is bad, its own gradients are numbers
+    [
+        ("ddp", math.nan),
+        ("matrix_fsdp", math.inf),
+    ],  # inf: the loss alone is bad, its own gradients are numbers
 )
 def test_one_ranks_bad_loss_stops_all_before_the_update(
     corpus: Path, tmp_path: Path, strategy: str, value: float
@@ -215,7 +241,9 @@ def test_one_ranks_bad_loss_stops_all_before_the_update(
     )  # fmt: skip
     expected = run_distributed(poisoned, 2, good, 0, -1, 0.0)
     found = run_distributed(poisoned, 2, bad, 1, 3, value)
-    for (message, weights, _), (no_message, expected_weights, _) in zip(found, expected, strict=True):
+    for (message, weights, _), (no_message, expected_weights, _) in zip(
+        found, expected, strict=True
+    ):
         assert no_message == ""
         assert re.search(r"step 3: .* the loss of ranks \[1\]", message)
         assert "on_nonfinite" in message
@@ -224,7 +252,9 @@ def test_one_ranks_bad_loss_stops_all_before_the_update(
 
 
 def test_bad_steps_are_skipped_and_counted_where_asked_for(corpus: Path, tmp_path: Path) -> None:
-    config = config_for(corpus, tmp_path, training__on_nonfinite="skip", parallelism__strategy="matrix_fsdp")
+    config = config_for(
+        corpus, tmp_path, training__on_nonfinite="skip", parallelism__strategy="matrix_fsdp"
+    )
     for message, weights, skipped in run_distributed(poisoned, 2, config, 0, 2, math.nan):
         assert message == "" and skipped == 1
         assert all(weight.isfinite().all() for weight in weights)
@@ -251,3 +281,71 @@ def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) 
     for (_, value), (_, other) in zip(one["loss/validation"], two["loss/validation"], strict=True):
         assert value == pytest.approx(other, abs=TOLERANCE)
         assert 4 < value < math.log(4096) + 0.3
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+RESUMABLE = {
+    "parallelism__strategy": "matrix_fsdp",
+    "checkpoint__enable": "true",
+    "checkpoint__interval": 2,
+    "lr_scheduler__total_steps": STEPS,
+}
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int, float]]]:
+    overrides = {**RESUMABLE, "checkpoint__enable": "false"}
+    return run(corpus, tmp_path_factory.mktemp("uninterrupted"), 2, **overrides)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resumed_run_goes_on_as_if_never_stopped(
+    corpus: Path, tmp_path: Path, uninterrupted: dict[str, list[tuple[int, float]]], world_size: int
+) -> None:
+    run(corpus, tmp_path, 2, **RESUMABLE, training__steps=2)
+    found = run(corpus, tmp_path, world_size, **RESUMABLE)
+    if world_size == 2:
+        for tag in ("loss/train", "grad_norm", "lr/matrix", "lr/tail"):
+            assert found[tag] == uninterrupted[tag], "to the bit, and each step once"
+    assert_same_numbers(found, uninterrupted)
+    assert [step for step, _ in found["time/checkpoint_pause_ms"]] == [2, 4]
+
+
+def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
+    """SIGTERM to one rank during `at_step`; the step that training ended at."""
+    with Trainer(config) as trainer:
+
+        def signal_once(module: torch.nn.Module, arguments: object) -> None:
+            if trainer.world.rank == bad_rank and trainer.state.step + 1 == at_step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer.model.head.register_forward_pre_hook(signal_once)
+        trainer.train()
+        return trainer.state.step
+
+
+def test_one_rank_told_to_end_saves_and_ends_all(
+    corpus: Path, tmp_path: Path, uninterrupted: dict[str, list[tuple[int, float]]]
+) -> None:
+    config = config_for(corpus, tmp_path, **RESUMABLE)
+    assert run_distributed(told_to_end, 2, config, 1, 3) == [3, 3]
+    found = run(corpus, tmp_path, 2, **RESUMABLE)
+    assert found["loss/train"] == uninterrupted["loss/train"]
+
+
+def test_other_data_is_refused_on_a_resume(corpus: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "corpus"
+    shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("[!a-z]*"))
+    run(copy, tmp_path / "run", 1, **RESUMABLE, training__steps=2)
+    for path in copy.glob("*.txt"):
+        path.write_text(f"something else entirely\n{path.read_text()}")
+    with pytest.raises(
+        RankFailure,
+        match=r"data is not what the run had read until step 2.*allow_data_change = true",
+    ):
+        run(copy, tmp_path / "run", 1, **RESUMABLE)
+    found = run(copy, tmp_path / "run", 1, **RESUMABLE, data__allow_data_change="true")
+    assert [step for step, _ in found["loss/train"]] == [1, 2, 3, 4]

@@ -43,7 +43,9 @@ def test_peak_flops_by_device_name(name: str, flops: float) -> None:
     assert peak_flops(name) == flops
 
 
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA A1000", "Tesla T4", "NVIDIA GeForce RTX 4090000", ""])
+@pytest.mark.parametrize(
+    "name", ["cpu", "NVIDIA A1000", "Tesla T4", "NVIDIA GeForce RTX 4090000", ""]
+)
 def test_unknown_device_has_no_peak(name: str) -> None:
     assert peak_flops(name) is None
 
@@ -116,14 +118,20 @@ def test_curves_have_their_fixed_names() -> None:
 
 def test_log_line_leaves_out_what_is_not_known() -> None:
     line = report().line(200)
-    assert line.startswith("step 10/200 | loss 7.123457 | grad_norm 0.500000 | lr matrix 2.000e-02 tail 3.000e-03")
+    assert line.startswith(
+        "step 10/200 | loss 7.123457 | grad_norm 0.500000 | lr matrix 2.000e-02 tail 3.000e-03"
+    )
     assert "12,346 tokens/s" in line
     assert "data 1.0 ms (max 2.0, rank 3)" in line
     assert "mfu" not in line and "skipped" not in line
 
 
 def test_log_line_has_mfu_skips_and_the_allocator() -> None:
-    memory = {"memory/max_active_gib": 1.5, "memory/max_reserved_gib": 2.0, "memory/alloc_retries": 3.0}
+    memory = {
+        "memory/max_active_gib": 1.5,
+        "memory/max_reserved_gib": 2.0,
+        "memory/alloc_retries": 3.0,
+    }
     line = report(mfu=0.412, skipped_steps=2, memory=memory).line(200)
     assert "mfu 41.2%" in line and "2 steps skipped" in line
     assert "memory 1.50 GiB active, 2.00 GiB reserved, 3 retries" in line
@@ -168,7 +176,9 @@ def test_a_resumed_run_continues_the_curves_and_drops_what_was_lost(tmp_path: Pa
     for step in range(1, 6):
         first.log_validation(step, loss=1.0, tokens=8)
     first.close()
-    resumed = metrics(tmp_path, start_step=3)  # the newest checkpoint was at step 3; steps 4 and 5 run again
+    resumed = metrics(
+        tmp_path, start_step=3
+    )  # the newest checkpoint was at step 3; steps 4 and 5 run again
     for step in range(4, 7):
         resumed.log_validation(step, loss=2.0, tokens=8)
     resumed.close()
