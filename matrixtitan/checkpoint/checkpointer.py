@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,13 @@ from matrixtitan.checkpoint.collective import from_rank_0, together
 from matrixtitan.checkpoint.config_changes import check_config
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
-from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, PLAN_FILE, StoredCheckpoint
+from matrixtitan.checkpoint.reading import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    META_FILE,
+    PLAN_FILE,
+    StoredCheckpoint,
+)
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.checkpoint.state import (
     Tensors,
@@ -45,18 +49,19 @@ from matrixtitan.checkpoint.state import (
     train_state_tensors,
 )
 from matrixtitan.checkpoint.writing import write_checkpoint
+from matrixtitan.config import CheckpointConfig, Config
+from matrixtitan.log import get_logger
+from matrixtitan.optim.build import Optimizers
+from matrixtitan.plan.shard import Plan
+from matrixtitan.strategies.base import DataParallel
 
-if TYPE_CHECKING:
-    from matrixtitan.config import CheckpointConfig, Config
-    from matrixtitan.optim.build import Optimizers
-    from matrixtitan.plan.shard import Plan
-    from matrixtitan.strategies.base import DataParallel
-
-logger = logging.getLogger("matrixtitan")
+logger = get_logger()
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLLECTIVE_TIMEOUT = timedelta(hours=2)  # how long a rank waits for another's slow disk
-PROBE_SECONDS = 10.0  # network file systems may show a new file to other machines only after some seconds
+PROBE_SECONDS = (
+    10.0  # network file systems may show a new file to other machines only after some seconds
+)
 
 
 class Checkpointer:
@@ -89,13 +94,19 @@ class Checkpointer:
         self._stager: HostStager | None = None
         if not config.enable:
             if config.initial_load_path:
-                raise ValueError("checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true")
+                raise ValueError(
+                    "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
+                )
             return
         if config.async_mode != "disabled":
             self._stager = HostStager(pinned=config.async_mode == "async_with_pinned_mem")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # what is saved or loaded
-        self._control = dist.new_group(backend="gloo")  # what the main thread asks while a save is under way
+        self._group = dist.new_group(
+            backend="gloo", timeout=COLLECTIVE_TIMEOUT
+        )  # what is saved or loaded
+        self._control = dist.new_group(
+            backend="gloo"
+        )  # what the main thread asks while a save is under way
         self._open_folder()
         self._preemption = Preemption()
 
@@ -103,14 +114,19 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close()
         except CheckpointError as failure:
             if error is None:
                 raise
-            logger.error("the checkpoint being saved was lost too: %s", failure)  # the first error is the one to raise
+            logger.error(
+                "the checkpoint being saved was lost too: %s", failure
+            )  # the first error is the one to raise
 
     def close(self) -> None:
         """Wait for a save under way; raise its failure according to checkpoint.on_error."""
@@ -123,7 +139,9 @@ class Checkpointer:
     def is_save_step(self, step: int, last: bool = False) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0)
 
-    def maybe_save(self, step: int, state: TrainState, last: bool = False, now: bool = False) -> float | None:
+    def maybe_save(
+        self, step: int, state: TrainState, last: bool = False, now: bool = False
+    ) -> float | None:
         """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
         if not self.is_save_step(step, last) and not (now and self.config.enable):
             return None
@@ -136,7 +154,9 @@ class Checkpointer:
         """
         started = time.perf_counter()
         if self._saving is not None and not self._saving.done() and self._rank == 0:
-            logger.warning("step %d: the save before is still under way; raise checkpoint.interval", step)
+            logger.warning(
+                "step %d: the save before is still under way; raise checkpoint.interval", step
+            )
         self.wait()
         contents = "model" if last and not now and self.config.last_save_model_only else "full"
         tensors = self._collect(state, contents)
@@ -152,7 +172,9 @@ class Checkpointer:
                 copied()
                 return self._write(step, staged, side_files)
 
-            threading.Thread(target=_fulfil, args=(self._saving, write_copies), name="save", daemon=True).start()
+            threading.Thread(
+                target=_fulfil, args=(self._saving, write_copies), name="save", daemon=True
+            ).start()
         pause = time.perf_counter() - started
         if self._rank == 0:
             logger.info("step %d: training paused for %.3f s to save", step, pause)
@@ -185,18 +207,24 @@ class Checkpointer:
             if self.config.on_error == "stop":
                 raise
             if self._rank == 0:
-                logger.error("%s; training goes on without this checkpoint (checkpoint.on_error)", error)
+                logger.error(
+                    "%s; training goes on without this checkpoint (checkpoint.on_error)", error
+                )
 
     def _collect(self, state: TrainState, contents: str) -> Tensors:
         weights = model_tensors(self._strategy.local_parameters())
         if contents == "model":
             dtype = self.config.export_dtype
             if dtype not in EXPORT_DTYPES:
-                raise ValueError(f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}")
+                raise ValueError(
+                    f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}"
+                )
             return cast_floating(weights, EXPORT_DTYPES[dtype])
         tensors = {
             **weights,
-            **optimizer_tensors(self._optimizers.state_tensors(), self._strategy.stepped_parameters()),
+            **optimizer_tensors(
+                self._optimizers.state_tensors(), self._strategy.stepped_parameters()
+            ),
             **random_tensors(self._rank),
         }
         if self._rank == 0:
@@ -236,7 +264,9 @@ class Checkpointer:
             try:
                 folders.delete(self.folder, step)
             except OSError as error:  # deleted by someone else, or not ours to delete: no reason to stop training
-                logger.warning("could not delete the old %s: %s", folders.step_folder(self.folder, step), error)
+                logger.warning(
+                    "could not delete the old %s: %s", folders.step_folder(self.folder, step), error
+                )
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +282,9 @@ class Checkpointer:
             self._group, f"listing {self.folder}", lambda: folders.list_steps(self.folder)
         )
         if incomplete and self._rank == 0:
-            logger.warning("skipping incomplete checkpoints in %s: %s", self.folder, ", ".join(incomplete))
+            logger.warning(
+                "skipping incomplete checkpoints in %s: %s", self.folder, ", ".join(incomplete)
+            )
         if self.config.load_step >= 0:
             return self._load_step(self.config.load_step, complete)
         if complete:
@@ -268,7 +300,9 @@ class Checkpointer:
                 f"{complete[::-1] or 'none'} only"
             )
         if complete[0] > step and self._rank == 0:
-            logger.warning("going back to step %d; step-%d stays until it is replaced", step, complete[0])
+            logger.warning(
+                "going back to step %d; step-%d stays until it is replaced", step, complete[0]
+            )
         stored = self._open(folders.step_folder(self.folder, step))
         if stored.meta["contents"] != "full":
             raise ValueError(
@@ -284,7 +318,9 @@ class Checkpointer:
                 if stored.meta["contents"] == "full":
                     return self._resume(stored)
                 if self._rank == 0:
-                    logger.warning("skipping %s: it has the model only, no optimizer state", stored.path)
+                    logger.warning(
+                        "skipping %s: it has the model only, no optimizer state", stored.path
+                    )
             except CorruptCheckpointError as error:
                 if not self.config.skip_corrupt:
                     raise CorruptCheckpointError(
@@ -298,10 +334,14 @@ class Checkpointer:
         )
 
     def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
-        saved = together(self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE))
+        saved = together(
+            self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
+        )
         changes = check_config(saved, self._run, allow=self.config.allow_config_change)
         if changes and self._rank == 0:
-            logger.warning("the configuration changed since %s: %s", stored.path.name, "; ".join(changes))
+            logger.warning(
+                "the configuration changed since %s: %s", stored.path.name, "; ".join(changes)
+            )
         return self._load_from(stored, model_only=False)
 
     def _load_initial(self) -> TrainState | None:
@@ -309,11 +349,15 @@ class Checkpointer:
         complete, _ = from_rank_0(self._group, f"listing {path}", lambda: folders.list_steps(path))
         if complete:
             path = folders.step_folder(path, complete[0])
-        return self._load_from(self._open(path, allow_foreign=True), self.config.initial_load_model_only)
+        return self._load_from(
+            self._open(path, allow_foreign=True), self.config.initial_load_model_only
+        )
 
     def _open(self, path: Path, allow_foreign: bool = False) -> StoredCheckpoint:
         return together(
-            self._group, f"opening {path}", lambda: StoredCheckpoint.open(path, allow_foreign=allow_foreign)
+            self._group,
+            f"opening {path}",
+            lambda: StoredCheckpoint.open(path, allow_foreign=allow_foreign),
         )
 
     def _load_from(self, stored: StoredCheckpoint, model_only: bool) -> TrainState | None:
@@ -327,7 +371,11 @@ class Checkpointer:
             restore_random(tensors, self._rank)
         state = train_state_from(tensors) if "train_state.step" in tensors else None
         if self._rank == 0:
-            logger.info("loaded %s%s", stored.path, f": step {state.step}" if state else ", without its step")
+            logger.info(
+                "loaded %s%s",
+                stored.path,
+                f": step {state.step}" if state else ", without its step",
+            )
         return state
 
     def _wanted(self, stored: StoredCheckpoint, model_only: bool) -> Tensors:
@@ -338,7 +386,9 @@ class Checkpointer:
         self._optimizers.allocate_state()  # DCP loads in place
         wanted = {
             **weights,
-            **optimizer_tensors(self._optimizers.state_tensors(), self._strategy.stepped_parameters()),
+            **optimizer_tensors(
+                self._optimizers.state_tensors(), self._strategy.stepped_parameters()
+            ),
             **train_state_tensors(TrainState()),
         }
         if stored.meta.get("world_size") == self._world_size:
@@ -363,11 +413,17 @@ class Checkpointer:
         known = asked | stored.tensors.keys()
         for pattern in patterns:
             if not any(_matches(key, pattern) for key in known):
-                raise ValueError(f"checkpoint.exclude_from_loading: {pattern!r} matches nothing in {stored.path}")
+                raise ValueError(
+                    f"checkpoint.exclude_from_loading: {pattern!r} matches nothing in {stored.path}"
+                )
         excluded = {key for key in known if any(_matches(key, pattern) for pattern in patterns)}
         sections = ("model.",) if model_only else ("model.", "optimizer.")
         placed = {stored.stored_key(key) for key in asked}
-        extra = [key for key in stored.tensors if key.startswith(sections) and key not in placed | excluded]
+        extra = [
+            key
+            for key in stored.tensors
+            if key.startswith(sections) and key not in placed | excluded
+        ]
         if extra:
             raise CheckpointError(
                 f"{stored.path} holds {len(extra)} tensors that this run has no place for, {extra[0]} first: another "
@@ -390,7 +446,11 @@ class Checkpointer:
 
         name = from_rank_0(self._group, f"preparing checkpoint.folder {self.folder}", prepare)
         try:
-            together(self._group, "checking that all ranks share checkpoint.folder", lambda: self._see(name))
+            together(
+                self._group,
+                "checking that all ranks share checkpoint.folder",
+                lambda: self._see(name),
+            )
         finally:
             if self._rank == 0:
                 (self.folder / name).unlink(missing_ok=True)

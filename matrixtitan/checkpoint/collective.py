@@ -41,7 +41,9 @@ def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
         if entry is not None:
             reasons.setdefault(entry[0], []).append(rank)
     if reasons:
-        text = "; ".join(f"{reason} (rank {', '.join(map(str, ranks))})" for reason, ranks in reasons.items())
+        text = "; ".join(
+            f"{reason} (rank {', '.join(map(str, ranks))})" for reason, ranks in reasons.items()
+        )
         corrupt = all(entry is None or entry[1] for entry in failures)
         raise (CorruptCheckpointError if corrupt else CheckpointError)(f"{what} failed: {text}")
     return result  # type: ignore[return-value]  # act returned it

@@ -1,4 +1,4 @@
-"""What changed in the configuration between a save and a resume: logged, and refused where it would reorder the data."""
+"""What changed in the configuration between a save and a resume: logged; refused if it reorders the data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """{key: (saved value, current value)} of those that differ; None where one side lacks the key."""
     before, after = flatten(saved), flatten(current)
     return {
@@ -42,7 +44,9 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow:
     changes = changed_keys(saved, current)
     refused = [key for key in changes if key in DATA_ORDER_KEYS]
     if refused and not allow:
-        listed = "; ".join(f"{key} was {changes[key][0]!r} and is {changes[key][1]!r}" for key in refused)
+        listed = "; ".join(
+            f"{key} was {changes[key][0]!r} and is {changes[key][1]!r}" for key in refused
+        )
         raise ValueError(
             f"the data's order would change on this resume: {listed}. Put the saved values back, or go on from there "
             "with checkpoint.allow_config_change = true"

@@ -33,7 +33,9 @@ def list_steps(folder: Path) -> tuple[list[int], list[str]]:
     for path in folder.iterdir() if folder.is_dir() else ():
         if (match := _STEP.fullmatch(path.name)) and path.is_dir():
             if (path / METADATA_FILE).exists() or (path / CHECKSUMS_FILE).exists():
-                complete.append(int(match[1]))  # one of the two missing is damage, not an unfinished save
+                complete.append(
+                    int(match[1])
+                )  # one of the two missing is damage, not an unfinished save
             else:
                 incomplete.append(path.name)
         elif _LEFTOVER.fullmatch(path.name):
@@ -65,7 +67,9 @@ def recover(folder: Path) -> list[str]:
         final = path.with_suffix("")
         if match[1] == "replaced" and not final.exists():
             path.rename(final)
-            done.append(f"restored {final.name}: a save of the same step was interrupted as it took its place")
+            done.append(
+                f"restored {final.name}: a save of the same step was interrupted as it took its place"
+            )
         else:
             shutil.rmtree(path)
             done.append(f"removed {path.name}: its save or deletion was interrupted")

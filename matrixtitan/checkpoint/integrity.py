@@ -31,7 +31,9 @@ def digest_of_range(file: BinaryIO, offset: int, length: int) -> str:
     sha = hashlib.sha256()
     file.seek(offset)
     while length > 0:
-        block = file.read(min(length, 1 << 22))  # 4 MiB: large enough for full speed, small enough for any host
+        block = file.read(
+            min(length, 1 << 22)
+        )  # 4 MiB: large enough for full speed, small enough for any host
         if not block:
             break
         sha.update(block)
@@ -68,7 +70,9 @@ class Checksums:
                 for offset, length, value in items
             }
         except FileNotFoundError:
-            raise CorruptCheckpointError(f"{path} is missing, so nothing of this checkpoint can be verified") from None
+            raise CorruptCheckpointError(
+                f"{path} is missing, so nothing of this checkpoint can be verified"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{path} is damaged: {error}") from error
         return Checksums(chunks, dict(body["files"]))
@@ -83,7 +87,9 @@ class Checksums:
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path} is missing") from None
         if digest(data) != self.files[name]:
-            raise CorruptCheckpointError(f"{path} is damaged: its content does not match its checksum")
+            raise CorruptCheckpointError(
+                f"{path} is damaged: its content does not match its checksum"
+            )
         return data
 
     def verify_chunk(self, folder: Path, chunk: Chunk, data: bytes) -> None:

@@ -79,7 +79,9 @@ class _RestrictedUnpickler(pickle.Unpickler):
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs") from None
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint needs"
+            ) from None
 
 
 def parse_metadata(data: bytes, where: str) -> Metadata:
@@ -90,8 +92,12 @@ def parse_metadata(data: bytes, where: str) -> Metadata:
     """
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a pickle of arbitrary bytes can fail in any way; none of them ran code
-        raise CheckpointError(f"{where} cannot be read as a checkpoint's metadata: {error}") from error
+    except (
+        Exception
+    ) as error:  # a pickle of arbitrary bytes can fail in any way; none of them ran code
+        raise CheckpointError(
+            f"{where} cannot be read as a checkpoint's metadata: {error}"
+        ) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not DCP's Metadata")
     entries, stored = metadata.state_dict_metadata, metadata.storage_data
@@ -111,7 +117,11 @@ def _sizes(value: Any) -> bool:
 def _check_entry(key: Any, entry: Any, where: str) -> None:
     if isinstance(entry, BytesStorageMetadata):
         return  # refused when something wants to read it
-    if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata) or not _sizes(entry.size):
+    if (
+        not isinstance(key, str)
+        or not isinstance(entry, TensorStorageMetadata)
+        or not _sizes(entry.size)
+    ):
         raise CheckpointError(f"{where}: {key!r} does not describe a tensor")
     volume = 0
     for chunk in entry.chunks:
@@ -120,21 +130,36 @@ def _check_entry(key: Any, entry: Any, where: str) -> None:
             and _sizes(chunk.offsets)
             and _sizes(chunk.sizes)
             and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
-            and all(o + s <= full for o, s, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
+            and all(
+                o + s <= full
+                for o, s, full in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            )
         ):
-            raise CheckpointError(f"{where}: {key} has a chunk outside its shape {tuple(entry.size)}")
+            raise CheckpointError(
+                f"{where}: {key} has a chunk outside its shape {tuple(entry.size)}"
+            )
         volume += prod(chunk.sizes)
     if volume != prod(entry.size):
-        raise CorruptCheckpointError(f"{where}: the chunks of {key} hold {volume} of its {prod(entry.size)} elements")
+        raise CorruptCheckpointError(
+            f"{where}: the chunks of {key} hold {volume} of its {prod(entry.size)} elements"
+        )
 
 
 def _check_item(index: Any, item: Any, where: str) -> None:
     if not isinstance(index, MetadataIndex) or not isinstance(item, _StoredItem):
         raise CheckpointError(f"{where}: {index!r} has no place in storage")
-    path, offset, length = (getattr(item, name, None) for name in ("relative_path", "offset", "length"))
+    path, offset, length = (
+        getattr(item, name, None) for name in ("relative_path", "offset", "length")
+    )
     if not isinstance(path, str) or PurePath(path).name != path:
-        raise CheckpointError(f"{where}: {index.fqn} is said to lie in {path!r}, which is not a file of this folder")
+        raise CheckpointError(
+            f"{where}: {index.fqn} is said to lie in {path!r}, which is not a file of this folder"
+        )
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise CheckpointError(f"{where}: {index.fqn} is said to lie at bytes {offset!r} + {length!r} of {path}")
+        raise CheckpointError(
+            f"{where}: {index.fqn} is said to lie at bytes {offset!r} + {length!r} of {path}"
+        )
     if getattr(item, "transform_descriptors", None):
-        raise CheckpointError(f"{where}: {index.fqn} is stored with a transform; only plain storage is read")
+        raise CheckpointError(
+            f"{where}: {index.fqn} is stored with a transform; only plain storage is read"
+        )

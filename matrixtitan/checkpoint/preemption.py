@@ -21,7 +21,9 @@ class Preemption:
 
     def __init__(self) -> None:
         self.received = False
-        self._previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._previous: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._note) for number in SIGNALS
+        }
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True

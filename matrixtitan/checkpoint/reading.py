@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from matrixtitan.checkpoint.collective import from_dcp, together
 from matrixtitan.checkpoint.errors import CheckpointError
@@ -44,20 +49,34 @@ class StoredCheckpoint:
     @staticmethod
     def open(path: Path, *, allow_foreign: bool = False) -> StoredCheckpoint:
         """CorruptCheckpointError or CheckpointError, naming the file, if it cannot be trusted or read."""
-        if allow_foreign and not (path / CHECKSUMS_FILE).exists() and not (path / META_FILE).exists():
+        if (
+            allow_foreign
+            and not (path / CHECKSUMS_FILE).exists()
+            and not (path / META_FILE).exists()
+        ):
             if not (path / METADATA_FILE).exists():
                 raise CheckpointError(f"{path} is not a checkpoint: it has no {METADATA_FILE}")
-            metadata = parse_metadata((path / METADATA_FILE).read_bytes(), str(path / METADATA_FILE))
+            metadata = parse_metadata(
+                (path / METADATA_FILE).read_bytes(), str(path / METADATA_FILE)
+            )
             return StoredCheckpoint(path, metadata, None, {})
         checksums = Checksums.read(path)
         meta = json.loads(checksums.read_file(path, META_FILE))
         if meta["format"] != FORMAT_VERSION:
-            raise CheckpointError(f"{path} has format {meta['format']}; this version reads {FORMAT_VERSION}")
-        metadata = parse_metadata(checksums.read_file(path, METADATA_FILE), str(path / METADATA_FILE))
+            raise CheckpointError(
+                f"{path} has format {meta['format']}; this version reads {FORMAT_VERSION}"
+            )
+        metadata = parse_metadata(
+            checksums.read_file(path, METADATA_FILE), str(path / METADATA_FILE)
+        )
         stored = StoredCheckpoint(path, metadata, checksums, meta)
-        pickled = [key for key, entry in metadata.state_dict_metadata.items() if not _is_tensor(entry)]
+        pickled = [
+            key for key, entry in metadata.state_dict_metadata.items() if not _is_tensor(entry)
+        ]
         if pickled:
-            raise CheckpointError(f"{path} holds pickled bytes for {', '.join(pickled[:5])}; only tensors are read")
+            raise CheckpointError(
+                f"{path} holds pickled bytes for {', '.join(pickled[:5])}; only tensors are read"
+            )
         return stored
 
     def read_json(self, name: str) -> Any:
@@ -122,10 +141,13 @@ class StoredCheckpoint:
             elif not isinstance(entry, TensorStorageMetadata):
                 raise CheckpointError(f"{key} is stored as pickled bytes; only tensors are read")
             elif entry.size != tensor.shape:
-                differing.append(f"{key} is {tuple(tensor.shape)} here and {tuple(entry.size)} in the checkpoint")
+                differing.append(
+                    f"{key} is {tuple(tensor.shape)} here and {tuple(entry.size)} in the checkpoint"
+                )
         if missing:
             raise CheckpointError(
-                f"it lacks {_some(missing)}. If they are to start afresh, name them in checkpoint.exclude_from_loading; "
+                f"it lacks {_some(missing)}. If they are to start afresh, name them in "
+                "checkpoint.exclude_from_loading; "
                 "for weights alone, checkpoint.initial_load_model_only = true"
             )
         if differing:

@@ -33,8 +33,13 @@ class RowSegment(Tensor):
 
     @staticmethod
     def __new__(cls, rows: Tensor, full_shape: Sequence[int], start: int) -> RowSegment:
-        if rows.shape[1:] != torch.Size(full_shape[1:]) or not 0 <= start <= full_shape[0] - rows.shape[0]:
-            raise ValueError(f"rows of shape {tuple(rows.shape)} from row {start} do not lie in {tuple(full_shape)}")
+        if (
+            rows.shape[1:] != torch.Size(full_shape[1:])
+            or not 0 <= start <= full_shape[0] - rows.shape[0]
+        ):
+            raise ValueError(
+                f"rows of shape {tuple(rows.shape)} from row {start} do not lie in {tuple(full_shape)}"
+            )
         return Tensor._make_wrapper_subclass(
             cls, torch.Size(full_shape), dtype=rows.dtype, device=rows.device, requires_grad=False
         )
@@ -43,13 +48,15 @@ class RowSegment(Tensor):
         self.rows = rows.detach()
         self.start = start
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # the base class's takes a private argument
         stop = self.start + self.rows.shape[0]
         return f"RowSegment(rows [{self.start}, {stop}) of {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(f"{func} on a RowSegment: it only describes rows to save or load; use its .rows")
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{func} on a RowSegment: it only describes rows to save or load; use its .rows"
+        )
 
     @property
     def _chunk(self) -> ChunkStorageMetadata:
@@ -58,7 +65,9 @@ class RowSegment(Tensor):
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         chunk = self._chunk
-        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape)
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
+        )
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

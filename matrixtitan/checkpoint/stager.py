@@ -16,7 +16,7 @@ from matrixtitan.checkpoint.state import Tensors
 
 
 class HostStager:
-    """`pinned` copies from the GPU run beside training's kernels; without it a copy is complete when `stage` returns."""
+    """`pinned` copies from the GPU run beside training's kernels; others are complete when `stage` returns."""
 
     def __init__(self, pinned: bool) -> None:
         if pinned and not torch.cuda.is_available():
@@ -47,7 +47,11 @@ class HostStager:
             buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
             self._buffers[key] = buffer
         buffer.copy_(source, non_blocking=self._pinned)
-        return RowSegment(buffer, tensor.shape, tensor.start) if isinstance(tensor, RowSegment) else buffer
+        return (
+            RowSegment(buffer, tensor.shape, tensor.start)
+            if isinstance(tensor, RowSegment)
+            else buffer
+        )
 
 
 def _complete() -> None:

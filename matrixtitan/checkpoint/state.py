@@ -11,16 +11,13 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from matrixtitan.checkpoint.row_segment import RowSegment, local_rows
 from matrixtitan.local_param import LocalParam
-
-if TYPE_CHECKING:
-    from matrixtitan.optim.build import StateTensor
+from matrixtitan.optim.build import StateTensor
 
 Tensors = dict[str, Tensor]
 """Key to a whole tensor or a RowSegment."""
@@ -66,7 +63,9 @@ def train_state_tensors(state: TrainState) -> Tensors:
 
 
 def train_state_from(tensors: Tensors) -> TrainState:
-    return TrainState(**{field.name: int(tensors[f"train_state.{field.name}"]) for field in fields(TrainState)})
+    return TrainState(
+        **{field.name: int(tensors[f"train_state.{field.name}"]) for field in fields(TrainState)}
+    )
 
 
 def random_tensors(rank: int) -> Tensors:

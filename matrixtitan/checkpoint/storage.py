@@ -42,7 +42,9 @@ class ChecksummedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             future = super().write_data(plan, planner)
-        except Exception as error:  # DCP sends it to all ranks by pickle, which would lose the cause
+        except (
+            Exception
+        ) as error:  # DCP sends it to all ranks by pickle, which would lose the cause
             raise CheckpointError(describe(error)) from error
         by_file: dict[str, list[WriteResult]] = defaultdict(list)
         for result in future.value():
@@ -55,7 +57,9 @@ class ChecksummedWriter(FileSystemWriter):
         return future
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(save_id=self.save_id)  # without the path: the folder is renamed when it is complete
+        return StorageMeta(
+            save_id=self.save_id
+        )  # without the path: the folder is renamed when it is complete
 
 
 class VerifyingReader(FileSystemReader):
@@ -72,14 +76,18 @@ class VerifyingReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise CheckpointError(f"{self._folder} has one metadata file per rank, which is not supported")
+            raise CheckpointError(
+                f"{self._folder} has one metadata file per rank, which is not supported"
+            )
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[Chunk, list[ReadItem]] = defaultdict(list)
         for request in plan.items:
             if request.type != LoadItemType.TENSOR:
-                raise CheckpointError(f"{self._folder}: {request.dest_index.fqn} is not a tensor; it is not read")
+                raise CheckpointError(
+                    f"{self._folder}: {request.dest_index.fqn} is not a tensor; it is not read"
+                )
             item = self._metadata.storage_data[request.storage_index]
             wanted[item.relative_path, item.offset, item.length].append(request)
         for chunk in sorted(wanted):  # front to back in each file
@@ -104,20 +112,28 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_chunk(self._folder, chunk, data)
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises many kinds; all mean that these bytes are no tensor
+        except (
+            Exception
+        ) as error:  # torch.load raises many kinds; all mean that these bytes are no tensor
             raise CorruptCheckpointError(
                 f"{path}: no tensor at bytes {offset} to {offset + length}: {error}"
             ) from error
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: a {type(tensor).__name__} at byte {offset}, not a tensor")
+            raise CheckpointError(
+                f"{path}: a {type(tensor).__name__} at byte {offset}, not a tensor"
+            )
         return tensor
 
 
 def _copy_overlap(stored: Tensor, request: ReadItem, planner: LoadPlanner, where: str) -> None:
     part = stored
-    for dim, (start, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+    for dim, (start, length) in enumerate(
+        zip(request.storage_offsets, request.lengths, strict=True)
+    ):
         if start + length > part.shape[dim]:
-            raise CorruptCheckpointError(f"{where}: {request.storage_index.fqn} is smaller than the metadata says")
+            raise CorruptCheckpointError(
+                f"{where}: {request.storage_index.fqn} is smaller than the metadata says"
+            )
         part = part.narrow(dim, start, length)
     target = planner.resolve_tensor(request).detach()
     target.copy_(part)
@@ -131,4 +147,6 @@ class TensorLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is stored as pickled bytes; only tensors are read")
+        raise CheckpointError(
+            f"{read_item.dest_index.fqn} is stored as pickled bytes; only tensors are read"
+        )

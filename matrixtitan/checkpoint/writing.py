@@ -19,7 +19,11 @@ from matrixtitan.checkpoint.storage import ChecksummedWriter
 
 
 def write_checkpoint(
-    folder: Path, step: int, tensors: Tensors, side_files: Mapping[str, bytes], group: dist.ProcessGroup
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    side_files: Mapping[str, bytes],
+    group: dist.ProcessGroup,
 ) -> Path:
     """Collective on a gloo group: write `step-N` whole, or raise CheckpointError on all ranks and leave nothing of it.
 
@@ -35,11 +39,15 @@ def write_checkpoint(
             raise from_dcp(f"writing {written}", error) from error
         chunks = _gather_chunks(writer, group)
         return from_rank_0(
-            group, f"completing {written}", lambda: _complete(folder, step, Checksums(chunks), side_files)
+            group,
+            f"completing {written}",
+            lambda: _complete(folder, step, Checksums(chunks), side_files),
         )
     except CheckpointError:
         if dist.get_rank(group) == 0:
-            shutil.rmtree(written, ignore_errors=True)  # the space may be what was missing; the error says what failed
+            shutil.rmtree(
+                written, ignore_errors=True
+            )  # the space may be what was missing; the error says what failed
         raise
 
 
@@ -58,7 +66,9 @@ def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[
     return {chunk: value for chunks in gathered or () for chunk, value in chunks.items()}
 
 
-def _complete(folder: Path, step: int, checksums: Checksums, side_files: Mapping[str, bytes]) -> Path:
+def _complete(
+    folder: Path, step: int, checksums: Checksums, side_files: Mapping[str, bytes]
+) -> Path:
     written = folders.writing_folder(folder, step)
     for name, data in side_files.items():
         folders.write_file(written / name, data)

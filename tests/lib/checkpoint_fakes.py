@@ -31,7 +31,9 @@ def run_config(folder: str, **keys: Any) -> Config:
     return Config(job=JobConfig(dump_folder=folder), checkpoint=CheckpointConfig(**settings))
 
 
-def expected(key: str, full_shape: tuple[int, ...], start: int, rows: int, offset: float = 0.0) -> Tensor:
+def expected(
+    key: str, full_shape: tuple[int, ...], start: int, rows: int, offset: float = 0.0
+) -> Tensor:
     """Rows [start, start + rows) of the value that `key` has after `offset`."""
     seed = zlib.crc32(key.encode()) % 1000
     size = 1
@@ -43,7 +45,9 @@ def expected(key: str, full_shape: tuple[int, ...], start: int, rows: int, offse
 
 def cut(rows: int, rank: int, world_size: int, bias: int = 0) -> tuple[int, int]:
     """Uneven cuts: [start, stop) of `rank`; `bias` moves them, some ranks get nothing."""
-    edges = [min(rows, (rank_ * (rows + bias)) // world_size) for rank_ in range(world_size)] + [rows]
+    edges = [min(rows, (rank_ * (rows + bias)) // world_size) for rank_ in range(world_size)] + [
+        rows
+    ]
     return edges[rank], edges[rank + 1]
 
 
@@ -60,12 +64,16 @@ class FakeRun:
             tensor = torch.nn.Parameter(torch.zeros(stop - start, *shape[1:]))
             self.params.append(LocalParam(fqn, tensor, shape, role, 1, start))  # type: ignore[arg-type]
             if stop > start:
-                self.states.append(StateTensor(fqn, "momentum", torch.zeros_like(tensor).detach(), True))
+                self.states.append(
+                    StateTensor(fqn, "momentum", torch.zeros_like(tensor).detach(), True)
+                )
                 self.states.append(StateTensor(fqn, "step", torch.tensor(0.0), False))
                 if fqn == "layers.0.w":
                     self.states.append(StateTensor(fqn, "factor", torch.zeros(4, 4), False))
                 if fqn == "stack":
-                    self.states.append(StateTensor(fqn, "factors", torch.zeros(stop - start, 3, 3), True))
+                    self.states.append(
+                        StateTensor(fqn, "factors", torch.zeros(stop - start, 3, 3), True)
+                    )
         if filled:
             self.fill(0.0)
 
@@ -95,14 +103,18 @@ class FakeRun:
         by_fqn = {param.fqn: param for param in self.params}
         pairs = []
         for param in self.params:
-            value = expected(param.fqn, param.full_shape, param.start, param.tensor.shape[0], offset)
+            value = expected(
+                param.fqn, param.full_shape, param.start, param.tensor.shape[0], offset
+            )
             pairs.append((param.tensor.detach(), value))
         for state in self.states:
             key = f"{state.fqn}.{state.name}"
             if state.per_row:
                 param = by_fqn[state.fqn]
                 full = (param.full_shape[0], *state.tensor.shape[1:])
-                pairs.append((state.tensor, expected(key, full, param.start, state.tensor.shape[0], offset)))
+                pairs.append(
+                    (state.tensor, expected(key, full, param.start, state.tensor.shape[0], offset))
+                )
             else:
                 shape = tuple(state.tensor.shape)
                 value = expected(key, (1, *shape), 0, 1, offset)[0]

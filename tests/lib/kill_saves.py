@@ -35,7 +35,11 @@ def _save_forever(folder: str, rank: int, world_size: int, store: str, async_mod
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
     )
     run = FakeRun(rank, world_size, filled=False)
     config = run_config(folder, async_mode=async_mode, keep_latest_k=2, interval=1)
@@ -78,7 +82,9 @@ def kill_and_resume(folder: Path, rounds: int, world_size: int, seed: int) -> Re
             store = os.path.join(rendezvous, "store")
             mode = ("disabled", "async")[number % 2]
             processes = [
-                context.Process(target=_save_forever, args=(str(folder), rank, world_size, store, mode))
+                context.Process(
+                    target=_save_forever, args=(str(folder), rank, world_size, store, mode)
+                )
                 for rank in range(world_size)
             ]
             for process in processes:
@@ -93,7 +99,9 @@ def kill_and_resume(folder: Path, rounds: int, world_size: int, seed: int) -> Re
                     process.join()
         notes = _notes(folder)[before:]
         loaded = notes[0][1]
-        assert loaded in (known, known + 1), f"round {number}: step {known} was complete, but {loaded} was loaded"
+        assert loaded in (known, known + 1), (
+            f"round {number}: step {known} was complete, but {loaded} was loaded"
+        )
         known = notes[-1][1]
         interrupted += any((folder / "checkpoint").glob("*.writing"))
     return Report(rounds, known, interrupted)
