@@ -9,7 +9,8 @@ from matrixtitan.config import ConfigError, load_config
 
 def main() -> int:
     try:
-        config = load_config(sys.argv[1:])  # before torch is imported: a mistake is answered at once
+        # before torch is imported: a mistake is answered at once
+        config = load_config(sys.argv[1:])
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import glob
+import json
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,15 +45,23 @@ class JobConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = key("llama3", "model family")
-    flavor: str = key("debug", "its size: debug, 150M, 1B, 8B, 32B, 70B, 405B")
-    tokenizer_path: str = key("", "tiktoken rank file, such as Llama 3's tokenizer.model; empty: the embedded one")
-    tie_embeddings: bool | None = key(None, "one matrix for embedding and output; none: as the flavor has it")
+    flavor: str = key(
+        "debug",
+        "its size: debug, 150M, 1B, 8B, 32B, 70B, 405B; bench and netlab for tools/bench.py",
+    )
+    tokenizer_path: str = key(
+        "", "tiktoken rank file, such as Llama 3's tokenizer.model; empty: the embedded one"
+    )
+    tie_embeddings: bool | None = key(
+        None, "one matrix for embedding and output; none: as the flavor has it"
+    )
 
 
 @dataclass(frozen=True)
 class DataSource:
     type: Literal["python_stdlib", "text", "jsonl", "shards"] = key(
-        "python_stdlib", "the interpreter's own library; text or JSONL files (plain or .gz); prepared token shards"
+        "python_stdlib",
+        "the interpreter's own library; text or JSONL files (plain or .gz); prepared token shards",
     )
     path: tuple[str, ...] = key((), "files, folders or globs; unused for python_stdlib")
     weight: float = key(1.0, "share of the windows, relative to the other sources")
@@ -61,18 +70,26 @@ class DataSource:
 
 @dataclass(frozen=True)
 class DataConfig:
-    sources: tuple[DataSource, ...] = key((DataSource(),), "list of tables {type, path, weight, field}")
+    sources: tuple[DataSource, ...] = key(
+        (DataSource(),), "list of tables {type, path, weight, field}"
+    )
     cache_dir: str = key("~/.cache/matrixtitan", "where tokenised text is kept")
     validation_fraction: float = key(0.02, "share of the documents held out for validation")
-    on_bad_record: Literal["error", "skip"] = key("error", "a malformed record stops the run, or is counted and skipped")
+    on_bad_record: Literal["error", "skip"] = key(
+        "error", "a malformed record stops the run, or is counted and skipped"
+    )
     num_workers: int = key(1, "processes per rank that read ahead; 0 reads in the training process")
     seed: int | None = key(None, "of the data's order; none: debug.seed")
-    allow_data_change: bool = key(False, "resume although the order of the data is not the checkpoint's")
+    allow_data_change: bool = key(
+        False, "resume although the order of the data is not the checkpoint's"
+    )
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    global_batch_size: int = key(0, "sequences in a step, over all ranks and microbatches; required")
+    global_batch_size: int = key(
+        0, "sequences in a step, over all ranks and microbatches; required"
+    )
     steps: int = key(1000, "optimizer steps in the whole run")
     seq_len: int = key(2048, "tokens in a sequence")
     local_batch_size: int = key(1, "sequences in one forward pass of one rank")
@@ -81,7 +98,9 @@ class TrainingConfig:
     mixed_precision_param: Dtype = key("bfloat16", "of weights that compute and travel")
     mixed_precision_reduce: Dtype = key("float32", "in which gradients are summed over ranks")
     gc_freq: int = key(50, "Python garbage is collected every so many steps; 0: never")
-    on_nonfinite: Literal["stop", "skip"] = key("stop", "a loss or gradient norm that is not finite: stop, or skip the step")
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop", "a loss or gradient norm that is not finite: stop, or skip the step"
+    )
 
 
 @dataclass(frozen=True)
@@ -93,28 +112,38 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["muon", "shampoo", "soap", "adamw"] = key("muon", "what steps the hidden matrices; AdamW steps the rest")
+    name: Literal["muon", "shampoo", "soap", "adamw"] = key(
+        "muon", "what steps the hidden matrices; AdamW steps the rest"
+    )
     lr: float = key(0.02, "peak learning rate of the matrices")
     weight_decay: float = key(0.01, "decoupled decay of the matrices")
     tail_lr: float = key(3e-3, "peak learning rate of everything else")
-    tail_weight_decay: float = key(0.01, "decoupled decay of everything else; norms and biases have none")
+    tail_weight_decay: float = key(
+        0.01, "decoupled decay of everything else; norms and biases have none"
+    )
     tail_betas: tuple[float, ...] = key((0.9, 0.95), "AdamW's betas")
     tail_eps: float = key(1e-8, "AdamW's epsilon")
     tail_patterns: tuple[str, ...] = key((), "more parameters for AdamW, by full name")
-    per_head_patterns: tuple[str, ...] = key((), "projections orthogonalised head by head, by full name (muon)")
+    per_head_patterns: tuple[str, ...] = key(
+        (), "projections orthogonalised head by head, by full name (muon)"
+    )
     groups: tuple[OptimizerGroup, ...] = key((), "list of tables {pattern, lr, weight_decay}")
     momentum: float = key(0.95, "muon: momentum")
     nesterov: bool = key(True, "muon: Nesterov momentum")
     ns_steps: int = key(5, "muon: Newton-Schulz steps")
-    ns_coefficients: str | tuple[tuple[float, ...], ...] = key(
+    ns_coefficients: Literal["quintic", "polar_express"] | tuple[tuple[float, ...], ...] = key(
         "quintic", "muon: quintic, polar_express, or a list of triples, one per step"
     )
     ns_dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "muon: dtype of the iterations; auto: bfloat16 on GPUs, float32 on CPUs"
     )
-    scale: Literal["original", "match_rms_adamw", "spectral"] = key("original", "muon: how the rate depends on the shape")
+    scale: Literal["original", "match_rms_adamw", "spectral"] = key(
+        "original", "muon: how the rate depends on the shape"
+    )
     betas: tuple[float, ...] = key((0.95, 0.95), "shampoo, soap, adamw: decay of the moments")
-    eps: float = key(1e-8, "soap, adamw: added to the root of the second moment; shampoo: added to the roots")
+    eps: float = key(
+        1e-8, "soap, adamw: added to the root of the second moment; shampoo: added to the roots"
+    )
     shampoo_beta: float = key(-1.0, "soap: decay of the factors; negative: the second beta")
     precondition_frequency: int = key(10, "shampoo, soap: steps between new roots or eigenbases")
     start_preconditioning_step: int = key(10, "shampoo: until then the grafted method runs alone")
@@ -132,26 +161,40 @@ class OptimizerConfig:
 class LRSchedulerConfig:
     warmup_steps: int = key(200, "linear rise; step warmup_steps runs at the peak")
     total_steps: int | None = key(None, "where the schedule ends; none: training.steps")
-    decay_ratio: float | None = key(None, "share of the steps that decay, after a stable part; none: all after warm-up")
+    decay_ratio: float | None = key(
+        None, "share of the steps that decay, after a stable part; none: all after warm-up"
+    )
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "shape of the decay")
     min_lr_factor: float = key(0.0, "the last step's rate, relative to the peak")
 
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    strategy: Literal["matrix_fsdp", "fsdp2", "zero1_owner", "ddp"] = key("matrix_fsdp", "how ranks share the work")
-    data_parallel_replicate_degree: int = key(1, "copies of the weights; each is sharded over the other ranks (HSDP)")
-    data_parallel_shard_degree: int = key(-1, "ranks that share one copy; -1: all that the replicas leave")
+    strategy: Literal["matrix_fsdp", "fsdp2", "zero1_owner", "ddp"] = key(
+        "matrix_fsdp", "how ranks share the work"
+    )
+    data_parallel_replicate_degree: int = key(
+        1, "copies of the weights; each is sharded over the other ranks (HSDP)"
+    )
+    data_parallel_shard_degree: int = key(
+        -1, "ranks that share one copy; -1: all that the replicas leave"
+    )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "free gathered weights after forward: all but the last unit's, all, or none"
     )
-    transport: Literal["auto", "grouped", "ring", "star"] = key("auto", "how a unit's weights travel from their owners")
+    transport: Literal["auto", "grouped", "ring", "star"] = key(
+        "auto", "how a unit's weights travel from their owners"
+    )
     prefetch: int = key(1, "units gathered ahead")
-    reduce_each_microbatch: bool = key(True, "reduce gradients after each microbatch, or once a step (more memory)")
+    reduce_each_microbatch: bool = key(
+        True, "reduce gradients after each microbatch, or once a step (more memory)"
+    )
     fsdp2_transports: Literal["auto", "tuned", "stock"] = key(
         "auto", "fsdp2: its own collectives, or ones as good as ours; auto: tuned on gloo"
     )
-    dry_run_world_size: int = key(0, "one process runs one rank of a job of this size, without communication")
+    dry_run_world_size: int = key(
+        0, "one process runs one rank of a job of this size, without communication"
+    )
     dry_run_rank: int = key(0, "which rank it runs")
     tensor_parallel_degree: int = key(1, "not supported: must be 1")
     pipeline_parallel_degree: int = key(1, "not supported: must be 1")
@@ -165,21 +208,33 @@ class CheckpointConfig:
     interval: int = key(500, "steps between saves")
     keep_latest_k: int = key(10, "older ones are removed; 0 keeps all")
     load_step: int = key(-1, "resume from this step's; -1: the newest complete one")
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "train on while a save is written")
-    initial_load_path: str = key("", "a checkpoint to begin from, where there is none to resume from")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
+        "disabled", "train on while a save is written"
+    )
+    initial_load_path: str = key(
+        "", "a checkpoint to begin from, where there is none to resume from"
+    )
     initial_load_model_only: bool = key(True, "take only the weights from it")
     exclude_from_loading: tuple[str, ...] = key((), "keys left as they are, with * and ?")
     last_save_model_only: bool = key(False, "the last save holds the weights alone")
     export_dtype: Dtype = key("float32", "of a weights-only save")
-    on_error: Literal["stop", "continue"] = key("stop", "a save that fails ends the run, or is logged")
+    on_error: Literal["stop", "continue"] = key(
+        "stop", "a save that fails ends the run, or is logged"
+    )
     skip_corrupt: bool = key(False, "fall back to an older checkpoint where the newest is damaged")
-    allow_config_change: bool = key(False, "resume although a key that changes the data's order differs")
+    allow_config_change: bool = key(
+        False, "resume although a key that changes the data's order differs"
+    )
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    mode: Literal["none", "selective", "full"] = key("none", "recompute nothing, some, or all of a block in backward")
-    selective_ac_option: str = key("op", "selective: op keeps matrix products; a number N recomputes every Nth block")
+    mode: Literal["none", "selective", "full"] = key(
+        "none", "recompute nothing, some, or all of a block in backward"
+    )
+    selective_ac_option: str = key(
+        "op", "selective: op keeps matrix products; a number N recomputes every Nth block"
+    )
 
 
 @dataclass(frozen=True)
@@ -189,7 +244,9 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class CommConfig:
-    init_timeout_seconds: int = key(300, "a collective may take so long until the first step is done")
+    init_timeout_seconds: int = key(
+        300, "a collective may take so long until the first step is done"
+    )
     train_timeout_seconds: int = key(100, "and so long afterwards")
     trace_buf_size: int = key(20000, "entries in NCCL's flight recorder; 0: off")
 
@@ -199,7 +256,9 @@ class MetricsConfig:
     log_freq: int = key(10, "steps between log lines")
     enable_tensorboard: bool = key(True, "write TensorBoard events")
     save_tb_folder: str = key("tb", "inside job.dump_folder")
-    peak_flops: float = key(0.0, "dense bfloat16 FLOP/s of one device, for MFU; 0: from a table, where known")
+    peak_flops: float = key(
+        0.0, "dense bfloat16 FLOP/s of one device, for MFU; 0: from a table, where known"
+    )
     enable_wandb: bool = key(False, "not supported: must be false")
 
 
@@ -217,7 +276,9 @@ class ValidationConfig:
     enable: bool = key(False, "measure the loss on held-out data")
     freq: int = key(100, "steps between validations")
     steps: int = key(10, "batches a rank reads each time; -1: all held-out data")
-    local_batch_size: int | None = key(None, "sequences in one batch of one rank; none: training.local_batch_size")
+    local_batch_size: int | None = key(
+        None, "sequences in one batch of one rank; none: training.local_batch_size"
+    )
 
 
 @dataclass(frozen=True)
@@ -236,7 +297,9 @@ class Config:
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -272,14 +335,18 @@ def load_config(argv: Sequence[str]) -> Config:
 
 def find_config(name: str) -> Path:
     """`name` as a path, then under train_configs/, each with or without `.toml`."""
-    candidates = [folder / f"{name}{suffix}" for folder in (Path(), CONFIG_FOLDER) for suffix in ("", ".toml")]
+    candidates = [
+        folder / f"{name}{suffix}" for folder in (Path(), CONFIG_FOLDER) for suffix in ("", ".toml")
+    ]
     for path in candidates:
         if path.is_file():
             return path
     shipped = sorted(path.stem for path in CONFIG_FOLDER.glob("*.toml"))
     near = difflib.get_close_matches(Path(name).stem, shipped, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"--config {name}: no such file, and train_configs/ has {', '.join(shipped)}{hint}")
+    raise ConfigError(
+        f"--config {name}: no such file, and train_configs/ has {', '.join(shipped)}{hint}"
+    )
 
 
 def config_from_dict(data: Mapping[str, Any], where: str) -> Config:
@@ -288,7 +355,9 @@ def config_from_dict(data: Mapping[str, Any], where: str) -> Config:
     built = {}
     for section, table in data.items():
         if section not in sections or not isinstance(table, Mapping):
-            raise ConfigError(f"{where}: unknown section [{section}]{_nearest(section, list(sections))}")
+            raise ConfigError(
+                f"{where}: unknown section [{section}]{_nearest(section, list(sections))}"
+            )
         built[section] = _from_table(_hints(Config)[section], table, section, where)
     return Config(**built)
 
@@ -297,8 +366,15 @@ def _from_table(cls: type[Any], table: Mapping[str, Any], prefix: str, where: st
     hints = _hints(cls)
     for name in table:
         if name not in hints:
-            raise ConfigError(f"{where}: unknown key {prefix}.{name}{_nearest(f'{prefix}.{name}', all_keys())}")
-    return cls(**{name: _convert(value, hints[name], f"{prefix}.{name}", where) for name, value in table.items()})
+            raise ConfigError(
+                f"{where}: unknown key {prefix}.{name}{_nearest(f'{prefix}.{name}', all_keys())}"
+            )
+    return cls(
+        **{
+            name: _convert(value, hints[name], f"{prefix}.{name}", where)
+            for name, value in table.items()
+        }
+    )
 
 
 def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
@@ -307,17 +383,25 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
             try:
-                return None if option is type(None) and value is None else _convert(value, option, name, where)
+                return (
+                    None
+                    if option is type(None) and value is None
+                    else _convert(value, option, name, where)
+                )
             except ConfigError:
                 continue
     elif origin is Literal:
         if value in arguments:
             return value
         options = ", ".join(repr(option) for option in arguments)
-        raise ConfigError(f"{where}: {name} is {value!r}; choose {options}{_nearest(str(value), list(arguments))}")
+        raise ConfigError(
+            f"{where}: {name} is {value!r}; choose {options}{_nearest(str(value), list(arguments))}"
+        )
     elif origin is tuple:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
-        return tuple(_convert(item, arguments[0], f"{name}[{i}]", where) for i, item in enumerate(items))
+        return tuple(
+            _convert(item, arguments[0], f"{name}[{i}]", where) for i, item in enumerate(items)
+        )
     elif dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return _from_table(typing.cast(type[Any], hint), value, name, where)
@@ -339,7 +423,10 @@ def _split_arguments(argv: Sequence[str]) -> list[tuple[str, str]]:
             pairs.append(("help" if argument == "-h" else argument[2:], ""))
             continue
         if not argument.startswith("--"):
-            raise ConfigError(f"{argument!r} belongs to no option; write --section.key value, and quote values with spaces")
+            raise ConfigError(
+                f"{argument!r} belongs to no option; write --section.key value, and quote values "
+                "with spaces"
+            )
         name, equals, value = argument[2:].partition("=")
         if not equals:
             if not rest:
@@ -362,7 +449,11 @@ def _override(config: Config, name: str, text: str) -> Config:
 
 def _parse_value(text: str, hint: Any, name: str) -> Any:
     """An override's text: a TOML value where it is one and the key takes more than text, else the text itself."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+        else (hint,)
+    )
     if type(None) in options and text.lower() == "none":
         return None
     if hint is str or typing.get_origin(hint) is Literal:
@@ -371,7 +462,9 @@ def _parse_value(text: str, hint: Any, name: str) -> Any:
         return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         if text.startswith(("[", "{")):
-            raise ConfigError(f"command line: --{name} {text!r} is no TOML value; lists are ['a', 'b']") from None
+            raise ConfigError(
+                f"command line: --{name} {text!r} is no TOML value; lists are ['a', 'b']"
+            ) from None
         return {"True": True, "False": False}.get(text, text)
 
 
@@ -396,7 +489,7 @@ def _problems(config: Config) -> Iterator[str]:
     training, parallelism, schedule = config.training, config.parallelism, config.lr_scheduler
     if training.global_batch_size < 1:
         yield "training.global_batch_size is required: the number of sequences in a step, over all ranks"
-    positive = {
+    positive: dict[str, float] = {
         "training.steps": training.steps,
         "training.seq_len": training.seq_len,
         "training.local_batch_size": training.local_batch_size,
@@ -413,7 +506,7 @@ def _problems(config: Config) -> Iterator[str]:
     for name, value in positive.items():
         if value < 1:
             yield f"{name} is {value}; it must be at least 1"
-    not_negative = {
+    not_negative: dict[str, float] = {
         "training.max_norm": training.max_norm,
         "training.gc_freq": training.gc_freq,
         "optimizer.lr": config.optimizer.lr,
@@ -428,14 +521,24 @@ def _problems(config: Config) -> Iterator[str]:
         if value < 0:
             yield f"{name} is {value}; it must not be negative"
     for name in ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"):
-        if getattr(parallelism, name) != 1:
-            yield f"parallelism.{name} is {getattr(parallelism, name)}; matrixtitan has data parallelism only: set it to 1"
+        degree = getattr(parallelism, name)
+        if degree != 1:
+            yield f"parallelism.{name} is {degree}; matrixtitan has data parallelism only: set it to 1"
     if config.metrics.enable_wandb:
         yield "metrics.enable_wandb: Weights & Biases is not supported; metrics.enable_tensorboard is"
     if parallelism.data_parallel_shard_degree != -1 and parallelism.data_parallel_shard_degree < 1:
-        yield f"parallelism.data_parallel_shard_degree is {parallelism.data_parallel_shard_degree}; -1 or at least 1"
-    if parallelism.strategy in ("ddp", "zero1_owner") and parallelism.data_parallel_replicate_degree > 1:
-        yield f"parallelism.data_parallel_replicate_degree: strategy {parallelism.strategy} keeps whole replicas already"
+        yield (
+            f"parallelism.data_parallel_shard_degree is {parallelism.data_parallel_shard_degree}; it must be "
+            "at least 1, or -1 for all that the replicas leave"
+        )
+    if (
+        parallelism.strategy in ("ddp", "zero1_owner")
+        and parallelism.data_parallel_replicate_degree > 1
+    ):
+        yield (
+            f"parallelism.data_parallel_replicate_degree: strategy {parallelism.strategy} keeps whole "
+            "replicas already; set it to 1"
+        )
     if parallelism.strategy == "fsdp2" and config.optimizer.name not in ("muon", "adamw"):
         yield (
             f"optimizer.name {config.optimizer.name} needs whole matrices in every step; parallelism.strategy fsdp2 "
@@ -455,7 +558,10 @@ def _problems(config: Config) -> Iterator[str]:
     }.items():
         if not 0 <= share <= 1:
             yield f"{name} is {share}; it must be from 0 to 1"
-    if schedule.decay_ratio is not None and schedule.warmup_steps + round(total * schedule.decay_ratio) > total:
+    if (
+        schedule.decay_ratio is not None
+        and schedule.warmup_steps + round(total * schedule.decay_ratio) > total
+    ):
         yield "lr_scheduler.warmup_steps and decay_ratio overlap; lower one of them"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k is 1; keep at least 2, since the newest may be incomplete (0 keeps all)"
@@ -473,8 +579,9 @@ def _missing_files(config: Config) -> Iterator[str]:
     embedded = f"To run on the embedded tokenizer and data instead, add {EMBEDDED_OVERRIDES}"
     if tokenizer and not Path(tokenizer).expanduser().is_file():
         yield (
-            f"model.tokenizer_path: there is no file {tokenizer!r}. Put the model's tiktoken rank file there (for Llama 3, "
-            f"the tokenizer.model of the original download), or set the key to where it is. {embedded}"
+            f"model.tokenizer_path: there is no file {tokenizer!r}. Put the model's tiktoken rank file there "
+            "(for Llama 3, the tokenizer.model of the original download), or set the key to where it is. "
+            f"{embedded}"
         )
     if not config.data.sources:
         yield "data.sources is empty; name at least one source"
@@ -488,8 +595,8 @@ def _missing_files(config: Config) -> Iterator[str]:
         for path in source.path:
             if not glob.glob(str(Path(path).expanduser()), recursive=True):
                 yield (
-                    f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} files there, or set the "
-                    f"key to a file, folder or glob. {embedded}"
+                    f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} files there, "
+                    f"or set the key to a file, folder or glob. {embedded}"
                 )
 
 
@@ -498,7 +605,12 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 def all_keys() -> list[str]:
     """Every `section.key`, in order."""
-    return [f"{s.name}.{k.name}" for s in dataclasses.fields(Config) for k in dataclasses.fields(_hints(Config)[s.name])]
+    sections = _hints(Config)
+    return [
+        f"{name}.{option.name}"
+        for name in sections
+        for option in dataclasses.fields(sections[name])
+    ]
 
 
 def to_toml(config: Config) -> str:
@@ -509,7 +621,11 @@ def to_toml(config: Config) -> str:
         table = getattr(config, section.name)
         for option in dataclasses.fields(table):
             value = getattr(table, option.name)
-            lines.append(f"# {option.name} is none" if value is None else f"{option.name} = {_toml_value(value)}")
+            lines.append(
+                f"# {option.name} is none"
+                if value is None
+                else f"{option.name} = {_toml_value(value)}"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -518,13 +634,18 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # TOML escapes as JSON does, and DEL
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if dataclasses.is_dataclass(value):
         keys = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return "{" + ", ".join(f"{name} = {_toml_value(item)}" for name, item in keys if item is not None) + "}"
+        return (
+            "{"
+            + ", ".join(f"{name} = {_toml_value(item)}" for name, item in keys if item is not None)
+            + "}"
+        )
     return repr(value)
 
 
@@ -541,8 +662,9 @@ def help_text() -> str:
         lines.append(f"[{section.name}]")
         cls = _hints(Config)[section.name]
         for option in dataclasses.fields(cls):
+            kind = type_name(_hints(cls)[option.name])
             default = "none" if option.default is None else _toml_value(option.default)
-            lines.append(f"  --{section.name}.{option.name}  ({type_name(_hints(cls)[option.name])}, default {default})")
+            lines.append(f"  --{section.name}.{option.name}  ({kind}, default {default})")
             lines.append(f"      {option.metadata['doc']}")
         lines.append("")
     return "\n".join(lines)

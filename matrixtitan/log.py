@@ -25,7 +25,9 @@ def init_logger() -> None:
     if logger.handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s", "%H:%M:%S")
+    )
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
     logger.propagate = False

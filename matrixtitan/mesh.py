@@ -10,6 +10,7 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfi
 from matrixtitan.log import get_logger
 
 logger = get_logger()
+
+
+class MeshShape(NamedTuple):
+    replicas: int
+    shards: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,10 @@ def init_world(config: Config) -> World:
         torch.cuda.set_device(device)
     owns_group = not dist.is_initialized()
     if owns_group:
+        size = config.parallelism.dry_run_world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        mesh_shape(
+            config.parallelism, size
+        )  # degrees that do not fit stop here, before anything connects
         _init_group(config, device)
     mesh = build_mesh(config.parallelism, dist.get_world_size(), device.type)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, mesh, owns_group)
@@ -75,7 +85,10 @@ def _init_group(config: Config, device: torch.device) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group(
-            "fake", store=FakeStore(), rank=parallelism.dry_run_rank, world_size=parallelism.dry_run_world_size
+            "fake",
+            store=FakeStore(),
+            rank=parallelism.dry_run_rank,
+            world_size=parallelism.dry_run_world_size,
         )
         return
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
@@ -88,13 +101,25 @@ def _init_group(config: Config, device: torch.device) -> None:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         dist.init_process_group(
-            backend, timeout=timeout, device_id=device_id, store=dist.HashStore(), rank=0, world_size=1
+            backend,
+            timeout=timeout,
+            device_id=device_id,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
         )
 
 
 def build_mesh(parallelism: ParallelismConfig, world_size: int, device_type: str) -> DeviceMesh:
     """The mesh with axes dp_replicate and dp_shard, both always there; shards are neighbouring ranks."""
-    replicas, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    shape = mesh_shape(parallelism, world_size)
+    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
+    """The two degrees with -1 resolved; ValueError where they do not make up `world_size` ranks."""
+    replicas = parallelism.data_parallel_replicate_degree
+    shards = parallelism.data_parallel_shard_degree
     if shards == -1:
         shards = world_size // replicas
     if replicas * shards != world_size:
@@ -102,7 +127,7 @@ def build_mesh(parallelism: ParallelismConfig, world_size: int, device_type: str
             f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
             f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
         )
-    return dist.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return MeshShape(replicas, shards)
 
 
 def _set_cuda_environment(comm: CommConfig) -> None:
@@ -127,5 +152,6 @@ def set_seeds(debug: DebugConfig) -> None:
     random.seed(debug.seed)
     torch.manual_seed(debug.seed)
     if debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+        # what cuBLAS needs to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -45,9 +45,15 @@ def test_real_configs_say_what_they_lack_and_how_to_run_without(name: str) -> No
     assert """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'""" in message
 
 
-def test_names_are_found_with_and_without_suffix_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_found_with_and_without_suffix_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_config([]) == load_config(["--config", "debug"]) == load_config(["--config=debug.toml"])
+    assert (
+        load_config([])
+        == load_config(["--config", "debug"])
+        == load_config(["--config=debug.toml"])
+    )
     (tmp_path / "debug.toml").write_text("[training]\nglobal_batch_size = 3\n")
     assert load_config(["--config", "debug"]).training.global_batch_size == 3  # a path comes first
     with pytest.raises(ConfigError, match="did you mean debug"):
@@ -100,6 +106,11 @@ MISTAKES = [
     ("", ("--training.step", "3"), r"--training\.step; did you mean training\.steps\?"),
     ("", ("--training.steps", "1.5"), r"training\.steps must be whole number, not 1\.5"),
     ("", ("--training.steps", "true"), r"training\.steps must be whole number"),
+    (
+        "",
+        ("--optimizer.ns_coefficients", "quintc"),
+        r"ns_coefficients must be quintic\|polar_express or list",
+    ),
     ("", ("--compile.enable", "1"), r"compile\.enable must be true or false"),
     ("", ("--optimizer.name", "muonn"), "did you mean muon"),
     ("", ("--optimizer.tail_patterns", "['a"), "is no TOML value"),
@@ -111,7 +122,11 @@ MISTAKES = [
     ("", ("--parallelism.context_parallel_degree", "2"), "data parallelism only"),
     ("", ("--metrics.enable_wandb", "true"), "Weights & Biases is not supported"),
     ("", ("--parallelism.strategy", "fsdp2", "--optimizer.name", "soap"), r"optimizer\.name soap"),
-    ("", ("--lr_scheduler.warmup_steps", "2000"), r"lr_scheduler\.warmup_steps 2000 exceeds the 1000 steps"),
+    (
+        "",
+        ("--lr_scheduler.warmup_steps", "2000"),
+        r"lr_scheduler\.warmup_steps 2000 exceeds the 1000 steps",
+    ),
     ("", ("--lr_scheduler.decay_ratio", "0.9"), "overlap"),
     ("", ("--lr_scheduler.total_steps", "500"), "ends before training.steps"),
     ("", ("--checkpoint.keep_latest_k", "1"), "keep at least 2"),
@@ -136,7 +151,9 @@ def test_the_file_is_named(tmp_path: Path) -> None:
         load(tmp_path, "[optimizer]\nlr = 'fast'")
 
 
-def test_print_config_prints_what_loads_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_what_loads_to_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[training]\nglobal_batch_size = 8\n[job]\ndescription = "a \\"b\\" \\\\ c"\n')
     expected = load_config(["--config", str(path), "--optimizer.lr", "1e-4"])
@@ -159,3 +176,10 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
 def test_configs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().training.steps = 3  # type: ignore[misc]
+
+
+def test_text_with_any_character_survives_printing(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, "", "--job.description", 'tab\t quote" back\\slash \r\x01\x7f \N{SNOWMAN}'
+    )
+    assert config_from_dict(tomli.loads(to_toml(config)), "printed") == config

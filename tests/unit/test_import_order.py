@@ -39,7 +39,11 @@ def module_name(path: Path) -> str:
 
 
 def sources() -> list[Path]:
-    return [ROOT / "train.py", *sorted((ROOT / "matrixtitan").rglob("*.py")), *sorted((ROOT / "models").rglob("*.py"))]
+    return [
+        ROOT / "train.py",
+        *sorted((ROOT / "matrixtitan").rglob("*.py")),
+        *sorted((ROOT / "models").rglob("*.py")),
+    ]
 
 
 def imports(path: Path) -> set[str]:
@@ -77,7 +81,9 @@ def test_imports_point_one_way(path: Path) -> None:
             if within(name, prefix) and other is not None:
                 assert any(within(imported, a) for a in allowed), f"{name} imports {imported}"
     if any(within(name, pure) for pure in PURE):
-        assert not any(within(imported, "torch") for imported in imports(path)), f"{name} imports torch"
+        assert not any(within(imported, "torch") for imported in imports(path)), (
+            f"{name} imports torch"
+        )
     if within(name, "matrixtitan.optim"):
         assert not any(within(imported, "matrixtitan.fsdp") for imported in imports(path))
 
