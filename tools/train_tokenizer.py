@@ -61,6 +61,38 @@ def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
     return [bytes(byte_of[character] for character in token) for token, _ in vocabulary]
 
 
+def train_file(args: argparse.Namespace) -> None:
+    """Train, write, and compare the file's tokens with the trainer's on the whole text. ValueError for a bad input."""
+    kind = args.type if args.path else "python_stdlib"
+    files = find_files(kind, args.path or "", key="--path")
+    trained = train(read_texts(kind, files, args.field), args.vocab_size)
+    tokens = tokens_in_rank_order(trained)
+    if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size}: the text gives {len(tokens)} tokens and {NUM_SPECIAL_TOKENS} are added; "
+            "give more text or choose that size"
+        )
+    write_ranks(args.output, tokens)
+
+    written = load_tokenizer(str(args.output))
+    if written.n_words != args.vocab_size:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size} would be taken for a tokenizer of {written.family.name}, which is known by "
+            "its size; choose another"
+        )
+    count = characters = 0
+    for text in read_texts(kind, files, args.field):
+        ids = written.encode(text)
+        if ids != trained.encode(text).ids:
+            raise RuntimeError(
+                f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
+            )
+        count, characters = count + len(ids), characters + len(text)
+    print(
+        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its text"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -76,31 +108,10 @@ def main() -> None:
     parser.add_argument(
         "--field", default="text", help="the field of a JSONL record (default text)"
     )
-    args = parser.parse_args()
-
-    kind = args.type if args.path else "python_stdlib"
-    files = find_files(kind, args.path or "")
-    trained = train(read_texts(kind, files, args.field), args.vocab_size)
-    tokens = tokens_in_rank_order(trained)
-    if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
-        sys.exit(
-            f"the text has only {len(tokens)} different tokens; give more text or a smaller --vocab-size"
-        )
-    write_ranks(args.output, tokens)
-
-    written = load_tokenizer(str(args.output))
-    count = characters = 0
-    for text in read_texts(kind, files, args.field):
-        ids = written.encode(text)
-        if ids != trained.encode(text).ids:
-            args.output.unlink()
-            sys.exit(
-                "tiktoken and the trainer disagree on a text; this should not happen, please report it"
-            )
-        count, characters = count + len(ids), characters + len(text)
-    print(
-        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its training text"
-    )
+    try:
+        train_file(parser.parse_args())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
