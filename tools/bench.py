@@ -24,7 +24,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script's own folder is all that Python adds
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # a script's own folder is all that Python adds
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces itself otherwise
 
 import torch
 import torch.distributed as dist
@@ -32,17 +36,28 @@ import torch.distributed as dist
 from matrixtitan.config import Config, load_config
 from matrixtitan.mesh import World, init_world
 from tools import bench_report
-from tools.bench_measure import STRATEGIES, Contender, Corpus, Measurements, strategy_config, wire_interface
+from tools.bench_measure import (
+    STRATEGIES,
+    Contender,
+    Corpus,
+    Measurements,
+    strategy_config,
+    wire_interface,
+)
 
 FREE_STEPS = 3
 """Steps in one sample of `step_ms`: between two of them no rank waits for the others."""
 COMMUNICATION_REPEATS = 5
+"""At most; no more than --steps."""
 
 
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse_arguments(argv)
     if importlib.util.find_spec("matplotlib") is None:
-        print("bench: matplotlib is missing; install the plots extra (pip install -e '.[plots]')", file=sys.stderr)
+        print(
+            "bench: matplotlib is missing; install the plots extra (pip install -e '.[plots]')",
+            file=sys.stderr,
+        )
         return 2
     try:
         config = load_config(["--config", options.config, *overrides])
@@ -59,16 +74,30 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The bench's own options, and what is left: overrides of the config."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="bench_cpu.toml")
     parser.add_argument("--nproc", type=int, help="start this many ranks here")
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
-    parser.add_argument("--steps", type=int, default=12, help="samples of each phase, and as many steps without barriers")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        help="samples of each phase, and as many steps without barriers",
+    )
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("outputs/bench"), help="folder of bench.json, .md and .png")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/bench"),
+        help="folder of bench.json, .md and .png",
+    )
     options, overrides = parser.parse_known_args(argv)
     if options.steps < 1 or options.warmup < 1:
-        parser.error("--steps and --warmup must be at least 1: the first step allocates what later ones reuse")
+        parser.error(
+            "--steps and --warmup must be at least 1: the first step allocates what later ones reuse"
+        )
     return options, overrides
 
 
@@ -82,11 +111,14 @@ def launch(nproc: int, argv: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))
+        ),
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, *argv], env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, __file__, *argv],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(nproc)
     ]
@@ -109,7 +141,9 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = init_world(config)
     try:
-        corpus = Corpus(world, config.training.local_batch_size * world.size, config.training.seq_len)
+        corpus = Corpus(
+            world, config.training.local_batch_size * world.size, config.training.seq_len
+        )
         contenders = [Contender(name, config, world, corpus) for name in options.strategies]
         measure(contenders, options.steps, options.warmup)
         parameters = contenders[0].num_parameters
@@ -142,7 +176,7 @@ def measure(contenders: Sequence[Contender], steps: int, warmup: int) -> None:
     finally:
         gc.enable()
     for contender in contenders:
-        contender.count_communication(COMMUNICATION_REPEATS)
+        contender.count_communication(min(steps, COMMUNICATION_REPEATS))
         contender.measure_memory()
 
 
@@ -151,21 +185,31 @@ def _rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def describe(config: Config, world: World, corpus: Corpus, parameters: int, command: str) -> dict[str, Any]:
+def describe(
+    config: Config, world: World, corpus: Corpus, parameters: int, command: str
+) -> dict[str, Any]:
     """The part of bench.json that all strategies share."""
     backend = dist.get_backend()
     transports = config.parallelism.fsdp2_transports
     return {
         "world_size": world.size,
         "ns_steps": config.optimizer.ns_steps,
-        "model": {"name": config.model.name, "flavor": config.model.flavor, "parameters": parameters},
+        "model": {
+            "name": config.model.name,
+            "flavor": config.model.flavor,
+            "parameters": parameters,
+        },
         "optimizer": config.optimizer.name,
         "backend": backend,
-        "fsdp2_transports": ("tuned" if backend == "gloo" else "stock") if transports == "auto" else transports,
+        "fsdp2_transports": ("tuned" if backend == "gloo" else "stock")
+        if transports == "auto"
+        else transports,
         "sequences": corpus.sequences,
         "seq_len": corpus.seq_len,
         "link_rate": os.environ.get("NETLAB_RATE"),
-        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "command": command,
@@ -177,7 +221,8 @@ def add_strategies(
 ) -> None:
     """Fill in `strategies` and `ratios` from all ranks' measurements."""
     report["strategies"] = {
-        name: bench_report.summarize([rank[name] for rank in ranks], shared_interface) for name in ranks[0]
+        name: bench_report.summarize([rank[name] for rank in ranks], shared_interface)
+        for name in ranks[0]
     }
     report["ratios"] = bench_report.ratios(report["strategies"])
 

@@ -31,7 +31,7 @@ from models import build_model
 
 VOCAB_SIZE = 256  # bytes
 CORPUS_BYTES = 1 << 21
-STRATEGIES: dict[str, dict[str, str]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "matrix_fsdp": {"strategy": "matrix_fsdp"},
     "fsdp2_gather_each": {"strategy": "fsdp2", "matrix_exchange": "gather_each"},
     "fsdp2_gather_once": {"strategy": "fsdp2", "matrix_exchange": "gather_once"},
@@ -70,7 +70,9 @@ class Measurements:
     fwd_bwd_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
-    communication_ms: dict[str, list[float]] = field(default_factory=lambda: {"fwd_bwd": [], "optimizer": []})
+    communication_ms: dict[str, list[float]] = field(
+        default_factory=lambda: {"fwd_bwd": [], "optimizer": []}
+    )
     losses: list[float] = field(default_factory=list)
     resident_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -85,7 +87,9 @@ class Corpus:
     """Bytes of the standard library's own source as tokens; the batch of a step is the same for every strategy."""
 
     def __init__(self, world: World, sequences: int, seq_len: int) -> None:
-        text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+        text = b"".join(
+            path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        )
         self._tokens = torch.frombuffer(bytearray(text[:CORPUS_BYTES]), dtype=torch.uint8)
         self._world = world
         self.sequences = sequences  # of all ranks in one step
@@ -95,7 +99,10 @@ class Corpus:
         """This rank's tokens and labels, (B, T) int64."""
         share = self.sequences // self._world.size
         first = step * self.sequences + self._world.rank * share
-        starts = [(first + row) * self.seq_len % (len(self._tokens) - self.seq_len - 1) for row in range(share)]
+        starts = [
+            (first + row) * self.seq_len % (len(self._tokens) - self.seq_len - 1)
+            for row in range(share)
+        ]
         rows = torch.stack([self._tokens[start : start + self.seq_len + 1] for start in starts])
         rows = rows.to(self._world.device, torch.int64)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -134,7 +141,9 @@ class Contender:
     def forward_backward(self) -> None:
         tokens, labels = self._corpus.batch(self._step)
         self._strategy.set_reduce_gradients(True)
-        loss = self._strategy.model(tokens, labels) / (self._corpus.sequences * self._corpus.seq_len)
+        loss = self._strategy.model(tokens, labels) / (
+            self._corpus.sequences * self._corpus.seq_len
+        )
         loss.backward()
         self._losses.append(loss.detach())
         self._step += 1
@@ -199,7 +208,10 @@ class Contender:
             self.measured.calls_by_op[phase] = dict(counter.calls_by_op())
             self.measured.logical_bytes[phase] = counter.logical_bytes
             if before is not None and after is not None:
-                self.measured.wire_bytes = {**(self.measured.wire_bytes or {}), phase: after - before}
+                self.measured.wire_bytes = {
+                    **(self.measured.wire_bytes or {}),
+                    phase: after - before,
+                }
             if replay.possible():
                 for _ in range(repeats):
                     replay.prepare()
@@ -268,7 +280,7 @@ def traced_memory(device: torch.device) -> Iterator[Traced]:
         yield result
     kineto = trace.profiler.kineto_results  # type: ignore[union-attr]  # the only place that has every change in order
     changes = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
-    for _, nbytes in changes:
+    for _, nbytes in changes:  # negative where memory was freed
         result.end += nbytes
         result.peak = max(result.peak, result.end)
 
@@ -288,8 +300,15 @@ class WireCounter:
 
 def wire_interface(world_size: int) -> str | None:
     """The interface that gloo's messages cross, or None where it cannot be told."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo" if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size else "")
-    if dist.get_backend() != "gloo" or not name or not Path(f"/sys/class/net/{name}/statistics/tx_bytes").exists():
+    name = os.environ.get(
+        "GLOO_SOCKET_IFNAME",
+        "lo" if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size else "",
+    )
+    if (
+        dist.get_backend() != "gloo"
+        or not name
+        or not Path(f"/sys/class/net/{name}/statistics/tx_bytes").exists()
+    ):
         return None
     return name
 
@@ -311,13 +330,17 @@ class Replay:
         self._prepared: list[tuple[Any, Any, Any]] = []
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shapes = tree_map_only(Tensor, lambda tensor: _Shape(tensor.shape, tensor.dtype), (args, kwargs))
+        shapes = tree_map_only(
+            Tensor, lambda tensor: _Shape(tensor.shape, tensor.dtype), (args, kwargs)
+        )
         self._recorded.append((func, *shapes))
 
     def possible(self) -> bool:
         """Lone sends and receives would wait for each other on NCCL, which knows them in groups only."""
         names = {func.name() for func, _, _ in self._recorded}
-        return self._device.type == "cpu" or not any("send" in name or "recv" in name for name in names)
+        return self._device.type == "cpu" or not any(
+            "send" in name or "recv" in name for name in names
+        )
 
     def prepare(self) -> None:
         """Allocate the tensors, outside the timed part."""
@@ -325,7 +348,10 @@ class Replay:
         def allocate(shape: _Shape) -> Tensor:
             return torch.zeros(shape.size, dtype=shape.dtype, device=self._device)
 
-        self._prepared = [(f, *tree_map_only(_Shape, allocate, (args, kwargs))) for f, args, kwargs in self._recorded]
+        self._prepared = [
+            (f, *tree_map_only(_Shape, allocate, (args, kwargs)))
+            for f, args, kwargs in self._recorded
+        ]
 
     def run(self) -> None:
         with torch.no_grad():

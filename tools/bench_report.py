@@ -34,7 +34,9 @@ def summarize(ranks: Sequence[Measurements], shared_interface: bool) -> dict[str
             phase: {
                 "calls": max(rank.calls[phase] for rank in ranks),
                 "logical_bytes": sum(rank.logical_bytes[phase] for rank in ranks) / len(ranks),
-                "calls_by_op": max((rank.calls_by_op[phase] for rank in ranks), key=lambda ops: sum(ops.values())),
+                "calls_by_op": max(
+                    (rank.calls_by_op[phase] for rank in ranks), key=lambda ops: sum(ops.values())
+                ),
             }
             for phase in PHASES
         },
@@ -81,7 +83,9 @@ def ratios(strategies: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
     if REFERENCE not in strategies:
         return {}
     ours = strategies[REFERENCE]
-    return {name: {key: entry[key] / ours[key] for key in RATIOS} for name, entry in strategies.items()}
+    return {
+        name: {key: entry[key] / ours[key] for key in RATIOS} for name, entry in strategies.items()
+    }
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -90,7 +94,8 @@ def table(report: Mapping[str, Any]) -> str:
         f"# {report['model']['flavor']} ({report['model']['parameters']:,} parameters) on {report['world_size']} "
         f"{report['backend']} ranks{' at ' + report['link_rate'] if report['link_rate'] else ''}",
         "",
-        f"{report['ns_steps']} Newton-Schulz steps; {report['sequences']} sequences of {report['seq_len']} tokens a step; "
+        f"{report['ns_steps']} Newton-Schulz steps; {report['sequences']} sequences of "
+        f"{report['seq_len']} tokens a step; "
         f"FSDP2's transports: {report['fsdp2_transports']}. Times in ms: median (quartiles) of the slowest rank.",
         f"`{report['command']}`",
         "",
@@ -100,7 +105,11 @@ def table(report: Mapping[str, Any]) -> str:
     ]
     lines += [_row(name, entry) for name, entry in report["strategies"].items()]
     if report["ratios"]:
-        lines += ["", "| over matrix_fsdp | " + " | ".join(RATIOS) + " |", "|---" * (len(RATIOS) + 1) + "|"]
+        lines += [
+            "",
+            "| over matrix_fsdp | " + " | ".join(RATIOS) + " |",
+            "|---" * (len(RATIOS) + 1) + "|",
+        ]
         lines += [
             f"| {name} | " + " | ".join(f"{values[key]:.2f}" for key in RATIOS) + " |"
             for name, values in report["ratios"].items()
@@ -156,7 +165,10 @@ def _draw(report: Mapping[str, Any], path: Path) -> None:
     names = list(report["strategies"])
     figure, axes = plt.subplots(1, 3, figsize=(13, 1.5 + 0.45 * len(names)), sharey=True)
     for axis, key, title in zip(
-        axes, ("fwd_bwd_ms", "optimizer_ms", "step_ms"), ("forward + backward", "optimizer", "whole step"), strict=True
+        axes,
+        ("fwd_bwd_ms", "optimizer_ms", "step_ms"),
+        ("forward + backward", "optimizer", "whole step"),
+        strict=True,
     ):
         medians = [report["strategies"][name][key] for name in names]
         edges = [report["strategies"][name][f"{key}_quartiles"] for name in names]
@@ -166,7 +178,9 @@ def _draw(report: Mapping[str, Any], path: Path) -> None:
         axis.barh(names, medians, xerr=[below, above], color=colors)
         axis.set_title(f"{title}, ms")
         axis.invert_yaxis()
-    figure.suptitle(f"{report['model']['flavor']}, {report['world_size']} ranks, {report['ns_steps']} Newton-Schulz steps")
+    figure.suptitle(
+        f"{report['model']['flavor']}, {report['world_size']} ranks, {report['ns_steps']} Newton-Schulz steps"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

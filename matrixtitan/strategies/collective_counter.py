@@ -22,7 +22,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # c is (N - 1) / N. An operation's logical bytes are what the average rank must send.
-_TWICE_INPUT = {"allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced"}
+_TWICE_INPUT = {
+    "allreduce_",
+    "allreduce_coalesced_",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+}
 _INPUT = {
     "broadcast_", "broadcast", "reduce_", "_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor",
     "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_", "gather_",
@@ -95,7 +101,10 @@ class CollectiveCounter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._mode is not None
         self._mode.__exit__(kind, error, trace)
@@ -109,14 +118,19 @@ class CollectiveCounter:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._active, "here", False) or self._mode is None:
                 return original(*args, **kwargs)
-            with _CountingMode(self.events, self._on_call):  # a dispatch mode is active on one thread only
+            with _CountingMode(
+                self.events, self._on_call
+            ):  # a dispatch mode is active on one thread only
                 return original(*args, **kwargs)
 
         return counted
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
-    for module in (dist, dist.distributed_c10d):  # in both: P2POp compares with the second one's functions
+    for module in (
+        dist,
+        dist.distributed_c10d,
+    ):  # in both: P2POp compares with the second one's functions
         setattr(module, name, function)
 
 
@@ -127,11 +141,18 @@ class _CountingMode(TorchDispatchMode):
         self._on_call = on_call
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             given = _arguments(func, args, kwargs or {})
-            if given.keys() & {"process_group", "group_name"}:  # one without a group only waits or wraps
+            if given.keys() & {
+                "process_group",
+                "group_name",
+            }:  # one without a group only waits or wraps
                 if self._on_call is not None:
                     self._on_call(func, args, kwargs or {})
                 event = _describe(func, given)
@@ -165,7 +186,9 @@ def _describe(func: Any, given: dict[str, Any]) -> Collective | None:
         return Collective(op, _exchanged_bytes(given, group), size)
     if op in _SENT:
         return Collective(op, float(_bytes(_inputs(given))), size)
-    raise RuntimeError(f"{func.name()} is a collective without a byte formula: add it to {__name__}")
+    raise RuntimeError(
+        f"{func.name()} is a collective without a byte formula: add it to {__name__}"
+    )
 
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -175,7 +198,16 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _inputs(given: Mapping[str, Any]) -> Any:
-    for name in ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor", "self"):
+    for name in (
+        "input_tensors",
+        "input_tensor",
+        "input_list",
+        "inputs",
+        "input",
+        "tensors",
+        "tensor",
+        "self",
+    ):
         if name in given:
             return given[name]
     raise RuntimeError(f"a collective without a known input among its arguments {sorted(given)}")

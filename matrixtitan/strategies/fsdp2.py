@@ -23,7 +23,13 @@ from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.base import DataParallel, InitRows
 from matrixtitan.strategies.fsdp2_transports import DirectAllGather, DirectReduceScatter
-from matrixtitan.strategies.matrix_exchange import AllToAll, GatherEach, GatherOnce, MuonExchange, shard_bounds
+from matrixtitan.strategies.matrix_exchange import (
+    AllToAll,
+    GatherEach,
+    GatherOnce,
+    MuonExchange,
+    shard_bounds,
+)
 
 ReshardAfterForward = Literal["default", "always", "never"]
 Transports = Literal["auto", "tuned", "stock"]
@@ -57,18 +63,24 @@ class FSDP2(DataParallel):
         matrix_exchange: Exchange = "all_to_all",
         prefetch: int = 1,
     ) -> None:
-        _check_choice("parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward)
+        _check_choice(
+            "parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward
+        )
         _check_choice("parallelism.fsdp2_transports", transports, Transports)
         _check_choice("optimizer.matrix_exchange", matrix_exchange, Exchange)
         self.model = model
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self.shard_group = self.shard_mesh.get_group()
         if mesh.size() == self.shard_mesh.size():
-            mesh = self.shard_mesh  # with replicas, even one, FSDP2 all-reduces after each reduce-scatter
+            mesh = (
+                self.shard_mesh
+            )  # with replicas, even one, FSDP2 all-reduces after each reduce-scatter
         self._specs = {spec.fqn: spec for spec in specs}
         self._device = device
         self._reduce_each_microbatch = reduce_each_microbatch
-        self.tuned = transports == "tuned" or (transports == "auto" and self.shard_group.name() == "gloo")
+        self.tuned = transports == "tuned" or (
+            transports == "auto" and self.shard_group.name() == "gloo"
+        )
         if self.tuned and self.shard_group.name() != "gloo":
             raise ValueError(
                 f"parallelism.fsdp2_transports 'tuned' is for gloo, the backend is {self.shard_group.name()}: "
@@ -82,7 +94,13 @@ class FSDP2(DataParallel):
             cast_forward_inputs=False,  # tables that blocks take as arguments keep their precision
         )
         self._units = [
-            _shard_unit(model, names, mesh, policy, reshard=_reshards(reshard_after_forward, index, len(units)))
+            _shard_unit(
+                model,
+                names,
+                mesh,
+                policy,
+                reshard=_reshards(reshard_after_forward, index, len(units)),
+            )
             for index, names in enumerate(units)
         ]
         self._root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -91,15 +109,21 @@ class FSDP2(DataParallel):
     def _set_communication(self, prefetch: int) -> None:
         all_gather, reduce_scatter = DirectAllGather(), DirectReduceScatter()
         for module in self._fsdp_modules():
-            module.set_gradient_divide_factor(1.0)  # sums: the loss is divided by the global token count already
-            module.set_force_sum_reduction_for_comms(True)  # gloo has neither averages nor premultiplied sums
+            module.set_gradient_divide_factor(
+                1.0
+            )  # sums: the loss is divided by the global token count already
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # gloo has neither averages nor premultiplied sums
             if self.tuned:
                 module.set_custom_all_gather(cast(Any, all_gather))
                 module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
         for index, unit in enumerate(self._units):
             unit.set_modules_to_forward_prefetch(self._units[index + 1 : index + 1 + prefetch])
             if isinstance(unit, nn.Embedding):
-                unit.set_unshard_in_backward(False)  # an embedding's gradient does not need its weight
+                unit.set_unshard_in_backward(
+                    False
+                )  # an embedding's gradient does not need its weight
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -125,10 +149,18 @@ class FSDP2(DataParallel):
         params = []
         for fqn, parameter in self.model.named_parameters():
             spec = self._specs[fqn]
-            start, _ = shard_bounds(parameter.size(0), self.shard_group.size(), self.shard_group.rank())
+            start, _ = shard_bounds(
+                parameter.size(0), self.shard_group.size(), self.shard_group.rank()
+            )
             params.append(
                 LocalParam(
-                    fqn, parameter, tuple(parameter.shape), spec.role, spec.block_rows, start, parameter.requires_grad
+                    fqn,
+                    parameter,
+                    tuple(parameter.shape),
+                    spec.role,
+                    spec.block_rows,
+                    start,
+                    parameter.requires_grad,
                 )
             )
         return params
@@ -136,8 +168,8 @@ class FSDP2(DataParallel):
     def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
         if config.name not in ("muon", "adamw"):
             raise ValueError(
-                f"optimizer.name {config.name!r} needs whole matrices, which parallelism.strategy 'fsdp2' has for 'muon' "
-                "only: set optimizer.name to 'muon' or 'adamw', or parallelism.strategy to 'matrix_fsdp'"
+                f"optimizer.name {config.name!r} needs whole matrices, which parallelism.strategy "
+                "'fsdp2' has for 'muon' only: set optimizer.name to 'muon' or 'adamw', or parallelism.strategy to 'matrix_fsdp'"
             )
         return super().build_optimizers(config)
 
@@ -167,7 +199,11 @@ def make_exchange(name: Exchange, mesh: DeviceMesh, tuned: bool) -> MuonExchange
 
 
 def _shard_unit(
-    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool
+    model: nn.Module,
+    names: Sequence[str],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard: bool,
 ) -> FSDPModule:
     modules = [model.get_submodule(name) for name in names]
     if len(modules) == 1:

@@ -44,13 +44,19 @@ class DirectAllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work:
         """Fill output_tensor (N n,) with every rank's input_tensor (n,); the handle says when it is there."""
         rank, size = group.rank(), group.size()
         tag = next(self._calls) % TAGS_PER_DIRECTION
         shards = output_tensor.view(size, -1)
-        if shards[rank].data_ptr() != input_tensor.data_ptr():  # FSDP2's input is its place in the output
+        if (
+            shards[rank].data_ptr() != input_tensor.data_ptr()
+        ):  # FSDP2's input is its place in the output
             shards[rank].copy_(input_tensor)
         works = [
             _issued(dist.irecv(shards[peer], group=group, group_src=peer, tag=tag))
@@ -85,7 +91,9 @@ class DirectReduceScatter:
         Done when it returns: on a CPU FSDP2 reads the output straight away. ValueError for anything but a sum.
         """
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"DirectReduceScatter adds; FSDP2 asked for {op}: set_force_sum_reduction_for_comms(True)")
+            raise ValueError(
+                f"DirectReduceScatter adds; FSDP2 asked for {op}: set_force_sum_reduction_for_comms(True)"
+            )
         rank, size = group.rank(), group.size()
         tag = TAGS_PER_DIRECTION + next(self._calls) % TAGS_PER_DIRECTION
         parts = input_tensor.view(size, -1)

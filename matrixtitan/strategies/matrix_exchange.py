@@ -8,8 +8,9 @@ never touches forward or backward. Next: `fsdp2.py`, which calls `MuonExchange.s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -37,12 +38,18 @@ BUCKETS_AHEAD = 2
 
 @dataclass(frozen=True)
 class ShardedUpdate:
-    """One matrix's update. `local` holds this rank's rows, as FSDP2 cuts them: ceil(R / N) a rank, fewer at the end."""
+    """One matrix's update, whose rows are cut as FSDP2 cuts them: ceil(R / N) a rank, fewer at the end.
+
+    `local` advances the momentum and makes this rank's rows (rows here, C); call it once, when they are to be sent, so
+    that not all updates are alive at once.
+    """
 
     fqn: str
-    local: Tensor  # (rows here, C)
+    local: Callable[[], Tensor]
     shape: tuple[int, int]
     block_rows: int | None
+    dtype: torch.dtype
+    device: torch.device
 
     @property
     def flops(self) -> int:
@@ -70,28 +77,34 @@ class MuonExchange(ABC):
         """What `muon.step()` does to whole matrices, for shards: the same momentum, iteration, scales and decay."""
         for group in muon.param_groups:
             settings = newton_schulz_of(group)
-            params = []
-            updates = []
+            params, updates = [], []
             for fqn, param in named_params(group):
                 if param.grad is None:
                     continue
                 muon.allocate(param, group)
-                update = momentum_update(
-                    _local(param.grad),
-                    _local(muon.state[param]["momentum_buffer"]),
-                    group["momentum"],
-                    group["nesterov"],
+                local = partial(
+                    _local_update, param, muon.state[param]["momentum_buffer"], group, settings
                 )
                 if param.ndim == 3:  # rows are whole matrices: nothing to bring together
-                    if update.numel():
-                        _apply(param, orthogonalize([update], settings)[0], tuple(param.shape[1:]), group)
+                    if _local(param).numel():
+                        _apply(
+                            param,
+                            orthogonalize([local()], settings)[0],
+                            (param.size(1), param.size(2)),
+                            group,
+                        )
                     continue
                 params.append(param)
-                sent = update.to(settings.compute_dtype(update.device))  # what the iteration starts with anyway
-                updates.append(ShardedUpdate(fqn, sent, (param.size(0), param.size(1)), group["block_rows"]))
+                shape = (param.size(0), param.size(1))
+                dtype = settings.compute_dtype(param.device)
+                updates.append(
+                    ShardedUpdate(fqn, local, shape, group["block_rows"], dtype, param.device)
+                )
             for index, rows in self.orthogonalized(updates, settings):
                 shape = updates[index].shape
-                _apply(params[index], rows, (updates[index].block_rows or shape[0], shape[1]), group)
+                _apply(
+                    params[index], rows, (updates[index].block_rows or shape[0], shape[1]), group
+                )
 
     @abstractmethod
     def orthogonalized(
@@ -112,14 +125,16 @@ class GatherEach(MuonExchange):
     ) -> Iterator[tuple[int, Tensor]]:
         for index, update in enumerate(updates):
             sharded = DTensor.from_local(
-                update.local,
+                update.local(),
                 self.mesh,
                 [Shard(0)],
                 run_check=False,
                 shape=torch.Size(update.shape),
                 stride=(update.shape[1], 1),
             )
-            whole = orthogonalize([as_matrices(sharded.full_tensor(), update.block_rows)], settings)[0]
+            whole = orthogonalize(
+                [as_matrices(sharded.full_tensor(), update.block_rows)], settings
+            )[0]
             yield index, self._rows_here(whole.reshape(update.shape))
 
 
@@ -140,16 +155,21 @@ class GatherOnce(MuonExchange):
             return
         gathered = self._gather(updates)  # (N, padded elements of a rank)
         for batch in _equal_shapes(updates):
-            wholes = [as_matrices(self._whole(gathered, updates, index), updates[index].block_rows) for index in batch]
+            wholes = [
+                as_matrices(self._whole(gathered, updates, index), updates[index].block_rows)
+                for index in batch
+            ]
             for index, whole in zip(batch, orthogonalize(wholes, settings), strict=True):
                 yield index, self._rows_here(whole.reshape(updates[index].shape))
 
     def _gather(self, updates: Sequence[ShardedUpdate]) -> Tensor:
         sizes = [self._padded_numel(update) for update in updates]
-        gathered = updates[0].local.new_empty(self.world_size, sum(sizes))
+        first = updates[0]
+        gathered = torch.empty(self.world_size, sum(sizes), dtype=first.dtype, device=first.device)
         mine = gathered[self.rank]
         for update, place in zip(updates, mine.split(sizes), strict=True):
-            place[: update.local.numel()].copy_(update.local.flatten())
+            rows = update.local()
+            place[: rows.numel()].copy_(rows.flatten())
         if self._direct is not None:
             self._direct(gathered, mine, self.group).wait()
         else:
@@ -178,48 +198,75 @@ class AllToAll(MuonExchange):
     ) -> Iterator[tuple[int, Tensor]]:
         buckets = make_buckets(updates, self.world_size)
         gathers = [self._gather(updates, bucket) for bucket in buckets[:BUCKETS_AHEAD]]
-        returns: list[_Transfer] = []
+        returning: _Transfer | None = None
         for position, bucket in enumerate(buckets):
-            mine = bucket[self.rank]
-            wholes = self._wholes(updates, mine, gathers.pop(0))
+            results = self._orthogonal(updates, bucket[self.rank], gathers.pop(0), settings)
             if position + BUCKETS_AHEAD < len(buckets):
                 gathers.append(self._gather(updates, buckets[position + BUCKETS_AHEAD]))
-            matrices = [as_matrices(whole, updates[i].block_rows) for i, whole in zip(mine, wholes, strict=True)]
-            orthogonal = orthogonalize(matrices, settings)
-            results = [matrix.reshape(updates[i].shape) for i, matrix in zip(mine, orthogonal, strict=True)]
-            returns.append(self._scatter(updates, bucket, results))
-            if position:
-                yield from self._rows(updates, buckets[position - 1], returns[position - 1])
-        if buckets:
-            yield from self._rows(updates, buckets[-1], returns[-1])
+            arriving, returning = returning, self._scatter(updates, bucket, results)
+            del results
+            if arriving is not None:
+                yield from self._rows(updates, buckets[position - 1], arriving)
+        if returning is not None:
+            yield from self._rows(updates, buckets[-1], returning)
+
+    def _orthogonal(
+        self,
+        updates: Sequence[ShardedUpdate],
+        mine: Sequence[int],
+        gathered: _Transfer,
+        settings: NewtonSchulz,
+    ) -> list[Tensor]:
+        wholes = self._wholes(updates, mine, gathered)
+        matrices = [
+            as_matrices(whole, updates[i].block_rows) for i, whole in zip(mine, wholes, strict=True)
+        ]
+        return [
+            matrix.reshape(updates[i].shape)
+            for i, matrix in zip(mine, orthogonalize(matrices, settings), strict=True)
+        ]
 
     def _gather(self, updates: Sequence[ShardedUpdate], bucket: Bucket) -> _Transfer:
         """Send every owner my rows of its matrices; receive everyone's rows of mine."""
-        sent = [[updates[index].local for index in owned] for owned in bucket]
+        sent = [[updates[index].local() for index in owned] for owned in bucket]
         received = [
-            sum(self._numel_on(updates[index], peer) for index in bucket[self.rank]) for peer in range(self.world_size)
+            sum(self._numel_on(updates[index], peer) for index in bucket[self.rank])
+            for peer in range(self.world_size)
         ]
-        return self._exchange(updates[0].local, sent, received)
+        return self._exchange(updates[0], sent, received)
 
-    def _scatter(self, updates: Sequence[ShardedUpdate], bucket: Bucket, results: Sequence[Tensor]) -> _Transfer:
+    def _scatter(
+        self, updates: Sequence[ShardedUpdate], bucket: Bucket, results: Sequence[Tensor]
+    ) -> _Transfer:
         """Send every rank its rows of my results; receive my rows of everyone's."""
         sent = []
         for peer in range(self.world_size):
             bounds = [shard_bounds(result.size(0), self.world_size, peer) for result in results]
-            sent.append([result[start:stop] for result, (start, stop) in zip(results, bounds, strict=True)])
-        received = [sum(self._numel_on(updates[index], self.rank) for index in owned) for owned in bucket]
-        return self._exchange(updates[0].local, sent, received)
+            sent.append(
+                [result[start:stop] for result, (start, stop) in zip(results, bounds, strict=True)]
+            )
+        received = [
+            sum(self._numel_on(updates[index], self.rank) for index in owned) for owned in bucket
+        ]
+        return self._exchange(updates[0], sent, received)
 
-    def _exchange(self, like: Tensor, sent: Sequence[Sequence[Tensor]], received: list[int]) -> _Transfer:
+    def _exchange(
+        self, like: ShardedUpdate, sent: Sequence[Sequence[Tensor]], received: list[int]
+    ) -> _Transfer:
         splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         pieces = [tensor.flatten() for tensors in sent for tensor in tensors]
-        outgoing = torch.cat(pieces) if pieces else like.new_empty(0)
-        incoming = like.new_empty(sum(received))
-        work = dist.all_to_all_single(incoming, outgoing, received, splits, group=self.group, async_op=True)
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        outgoing = torch.cat(pieces) if pieces else empty
+        incoming = empty.new_empty(sum(received))
+        work = dist.all_to_all_single(
+            incoming, outgoing, received, splits, group=self.group, async_op=True
+        )
         assert work is not None, "this rank is not in the group"
         return _Transfer(work, outgoing, incoming.split(received))
 
-    def _wholes(self, updates: Sequence[ShardedUpdate], mine: Sequence[int], transfer: _Transfer) -> list[Tensor]:
+    def _wholes(
+        self, updates: Sequence[ShardedUpdate], mine: Sequence[int], transfer: _Transfer
+    ) -> list[Tensor]:
         """My matrices, put together from the rows of all ranks."""
         transfer.work.wait()
         by_peer = [
@@ -283,7 +330,9 @@ def make_buckets(updates: Sequence[ShardedUpdate], world_size: int) -> list[Buck
 
 
 def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[int]]:
-    nbytes = {i: updates[i].shape[0] * updates[i].shape[1] * updates[i].local.element_size() for i in queue}
+    nbytes = {
+        i: updates[i].shape[0] * updates[i].shape[1] * updates[i].dtype.itemsize for i in queue
+    }
     limit = min(BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
     slices: list[list[int]] = []
     filled = limit
@@ -321,6 +370,17 @@ def _equal_shapes(updates: Sequence[ShardedUpdate]) -> list[list[int]]:
     return batches
 
 
+def _local_update(
+    param: Tensor, buffer: Tensor, group: ParamGroup, settings: NewtonSchulz
+) -> Tensor:
+    """Momentum on this rank's rows; the result in the dtype that the iteration starts with anyway."""
+    assert param.grad is not None
+    update = momentum_update(
+        _local(param.grad), _local(buffer), group["momentum"], group["nesterov"]
+    )
+    return update.to(settings.compute_dtype(update.device))
+
+
 def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGroup) -> None:
     """Muon's decay and update on this rank's rows; `matrix` is the shape that was orthogonalised."""
     local = _local(param)
@@ -332,5 +392,7 @@ def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGro
 def _local(tensor: Tensor) -> Tensor:
     """This rank's rows of a DTensor: a view."""
     if not isinstance(tensor, DTensor):
-        raise TypeError(f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}")
+        raise TypeError(
+            f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}"
+        )
     return tensor.to_local()

@@ -23,20 +23,34 @@ class Zero1Owner(DDP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._owner_group = self._group or dist.group.WORLD
-        assert self._owner_group is not None, "zero1_owner needs a process group"
-        matrices = [spec for spec in self._specs.values() if spec.role == "matrix" and spec.trainable]
-        owners = assign_owners([(spec.fqn, _flops(spec)) for spec in matrices], self._owner_group.size())
+        group = self._group or dist.group.WORLD
+        if group is None:
+            raise RuntimeError(
+                "zero1_owner needs a process group: call dist.init_process_group first"
+            )
+        self._owner_group = group
+        matrices = [
+            spec for spec in self._specs.values() if spec.role == "matrix" and spec.trainable
+        ]
+        owners = assign_owners(
+            [(spec.fqn, _flops(spec)) for spec in matrices], self._owner_group.size()
+        )
         self.owner_of = {spec.fqn: owner for spec, owner in zip(matrices, owners, strict=True)}
 
     def stepped_parameters(self) -> list[LocalParam]:
         rank = self._owner_group.rank()
-        return [param for param in super().stepped_parameters() if self.owner_of.get(param.fqn, rank) == rank]
+        return [
+            param
+            for param in super().stepped_parameters()
+            if self.owner_of.get(param.fqn, rank) == rank
+        ]
 
     def step(self, optimizers: Optimizers) -> None:
         optimizers.step()
         works = [
-            dist.broadcast(param.tensor.detach(), group=self._owner_group, group_src=owner, async_op=True)
+            dist.broadcast(
+                param.tensor.detach(), group=self._owner_group, group_src=owner, async_op=True
+            )
             for param in self.local_parameters()
             if (owner := self.owner_of.get(param.fqn)) is not None
         ]

@@ -21,7 +21,10 @@ Counts = dict[str, tuple[int, float]]
 
 def summary(counter: CollectiveCounter) -> Counts:
     ops = {event.op for event in counter.events}
-    return {op: (len(e := [x.logical_bytes for x in counter.events if x.op == op]), sum(e)) for op in ops}
+    return {
+        op: (len(e := [x.logical_bytes for x in counter.events if x.op == op]), sum(e))
+        for op in ops
+    }
 
 
 def count_each_kind() -> list[Counts]:
@@ -44,7 +47,10 @@ def count_each_kind() -> list[Counts]:
     received = torch.empty(world_size * splits[rank])
     counted(
         lambda: dist.all_to_all_single(
-            received, torch.ones(sum(splits)), output_split_sizes=[splits[rank]] * world_size, input_split_sizes=splits
+            received,
+            torch.ones(sum(splits)),
+            output_split_sizes=[splits[rank]] * world_size,
+            input_split_sizes=splits,
         )
     )
     group = dist.new_group(list(range(world_size)))

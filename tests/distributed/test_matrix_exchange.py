@@ -72,7 +72,8 @@ class Trained(NamedTuple):
 def train(name: str, steps: int) -> Trained:
     exchange = make_exchange(name)
     params = {
-        fqn: nn.Parameter(distribute_tensor(value, exchange.mesh, [Shard(0)])) for fqn, value in values(0).items()
+        fqn: nn.Parameter(distribute_tensor(value, exchange.mesh, [Shard(0)]))
+        for fqn, value in values(0).items()
     }
     muon = make_muon(params)
     for step in range(steps):
@@ -80,7 +81,9 @@ def train(name: str, steps: int) -> Trained:
             params[fqn].grad = distribute_tensor(gradient, exchange.mesh, [Shard(0)])
         with CollectiveCounter() as counter:
             exchange.step(muon)
-    momenta = {fqn: muon.state[param]["momentum_buffer"].full_tensor() for fqn, param in params.items()}
+    momenta = {
+        fqn: muon.state[param]["momentum_buffer"].full_tensor() for fqn, param in params.items()
+    }
     weights = {fqn: param.detach().full_tensor() for fqn, param in params.items()}
     return Trained(weights, momenta, dict(counter.calls_by_op()), counter.logical_bytes)
 
@@ -124,21 +127,27 @@ def test_each_way_takes_its_own_path_and_bytes(world_size: int) -> None:
     for result in results:
         gather_each, gather_once, direct, all_to_all = (result[name] for name in EXCHANGES)
         assert gather_each.calls == {"all_gather_into_tensor": len(matrices)}
-        assert gather_once.calls == {"_allgather_base_": 2}  # one for each of Muon's parameter groups
+        assert gather_once.calls == {
+            "_allgather_base_": 2
+        }  # one for each of Muon's parameter groups
         assert direct.calls == {"send": 2 * (world_size - 1)}
         for gathered in (gather_each, gather_once, direct):
             assert gathered.nbytes == pytest.approx(others * padded)
         assert set(all_to_all.calls) == {"alltoall_base_"}, "no gather anywhere"
         assert all_to_all.calls["alltoall_base_"] % 2 == 0
     total = sum(result["all_to_all"].nbytes for result in results)
-    assert total == pytest.approx(2 * (exact - exchange_to_self(world_size))), "not one padded element"
+    assert total == pytest.approx(2 * (exact - exchange_to_self(world_size))), (
+        "not one padded element"
+    )
 
 
 def exchange_to_self(world_size: int) -> int:
     """Bytes of the rows that an owner holds of its own matrices: they do not travel."""
     kept = 0
     for fqns in ([f for f in SHAPES if f not in ("heads", "stack")], ["heads"]):
-        updates = [sharded(fqn, world_size) for fqn in fqns]
+        updates = [
+            make_update(fqn, SHAPES[fqn], HEAD_ROWS if fqn == "heads" else None) for fqn in fqns
+        ]
         for bucket in make_buckets(updates, world_size):
             for rank, owned in enumerate(bucket):
                 for index in owned:
@@ -148,21 +157,25 @@ def exchange_to_self(world_size: int) -> int:
     return kept
 
 
-def sharded(fqn: str, world_size: int) -> ShardedUpdate:
-    rows, cols = SHAPES[fqn]
-    start, stop = shard_bounds(rows, world_size, 0)
-    return ShardedUpdate(fqn, torch.empty(stop - start, cols), (rows, cols), HEAD_ROWS if fqn == "heads" else None)
+def make_update(fqn: str, shape: tuple[int, ...], block_rows: int | None = None) -> ShardedUpdate:
+    rows, cols = shape
+    cpu = torch.device("cpu")
+    return ShardedUpdate(
+        fqn, lambda: torch.empty(0, cols), (rows, cols), block_rows, torch.float32, cpu
+    )
 
 
 def test_buckets_hold_every_matrix_once() -> None:
     updates = [
-        ShardedUpdate(f"layers.{layer}.{name}", torch.empty(1, shape[1]), shape, None)
+        make_update(f"layers.{layer}.{name}", shape)
         for layer in range(6)
         for name, shape in (("wq", (64, 64)), ("w1", (160, 64)), ("w2", (64, 160)))
     ]
     buckets = make_buckets(updates, 4)
     assert 2 <= len(buckets) <= 6
-    assert sorted(index for bucket in buckets for owned in bucket for index in owned) == list(range(len(updates)))
+    assert sorted(index for bucket in buckets for owned in bucket for index in owned) == list(
+        range(len(updates))
+    )
     loads = [sum(updates[i].flops for bucket in buckets for i in bucket[rank]) for rank in range(4)]
     assert max(loads) < 1.2 * sum(loads) / 4
 
@@ -193,5 +206,3 @@ def gradient_of_a_plain_tensor() -> str:
 
 def test_a_plain_tensor_is_refused() -> None:
     assert all("(4, 4)" in message for message in run_distributed(gradient_of_a_plain_tensor, 2))
-
-

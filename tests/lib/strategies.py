@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from matrixtitan.strategies.base import DataParallel
 from models.llama import Llama, LlamaFlavor
 
 SEQUENCES, SEQ_LEN, VOCAB = 24, 8, 50
-FLAVOR = LlamaFlavor(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=40)  # 40 / 3 rows: uneven
+FLAVOR = LlamaFlavor(
+    dim=24, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=40
+)  # 40 / 3 rows: uneven
 
 SECTIONS = {
     "training": {
@@ -30,18 +33,22 @@ SECTIONS = {
     "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.01, "tail_lr": 3e-3},
 }
 
-STRATEGIES: dict[str, dict[str, str]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "matrix_fsdp": {"strategy": "matrix_fsdp"},
     "fsdp2_gather_each": {"strategy": "fsdp2", "matrix_exchange": "gather_each"},
     "fsdp2_gather_once": {"strategy": "fsdp2", "matrix_exchange": "gather_once"},
     "fsdp2_all_to_all": {"strategy": "fsdp2", "matrix_exchange": "all_to_all"},
-    "fsdp2_all_to_all_stock": {"strategy": "fsdp2", "matrix_exchange": "all_to_all", "fsdp2_transports": "stock"},
+    "fsdp2_all_to_all_stock": {
+        "strategy": "fsdp2",
+        "matrix_exchange": "all_to_all",
+        "fsdp2_transports": "stock",
+    },
     "zero1_owner": {"strategy": "zero1_owner"},
     "ddp": {"strategy": "ddp"},
 }
 
 
-def make_config(strategy: str, **optimizer: object) -> Config:
+def make_config(strategy: str, **optimizer: Any) -> Config:
     """The config of one of STRATEGIES; keywords replace keys of its optimizer section."""
     config = config_from_dict(SECTIONS, __name__)
     choice = dict(STRATEGIES[strategy])
@@ -58,7 +65,9 @@ class Run:
 
     def __init__(self, config: Config, tied: bool = False, replicate: int = 1) -> None:
         size = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (replicate, size // replicate), mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = init_device_mesh(
+            "cpu", (replicate, size // replicate), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
         with torch.device("meta"):
             self.model = Llama(FLAVOR, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=tied)
         built = parallelize(self.model, config, mesh, torch.device("cpu"))
