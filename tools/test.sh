@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Check everything: lint, format, types, and the whole test suite. Arguments go to pytest instead of the defaults.
+# Check everything: lint, format, types, and the whole test suite. With arguments: pytest alone, with these.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source tools/setup_env.sh
-ensure_environment requirements-dev.lock
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$ROOT/tools/setup_env.sh"
+ensure_environment requirements-dev.lock test tools plots
+cd "$ROOT"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # many processes share the cores
 if [ $# -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
