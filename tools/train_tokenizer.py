@@ -77,7 +77,7 @@ def train_file(args: argparse.Namespace) -> None:
     written = load_tokenizer(str(args.output))
     if written.n_words != args.vocab_size:
         raise ValueError(
-            f"--vocab-size {args.vocab_size} would be taken for a tokenizer of {written.family.name}, which is known by "
+            f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is known by "
             "its size; choose another"
         )
     count = characters = 0
