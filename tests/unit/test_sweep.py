@@ -1,0 +1,62 @@
+"""The sweep's table, its grouping by seed, and its refusal to mix sweeps. No training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tools.sweep import Result, by_settings, check_same_sweep, load_results, parse_axis, plot, table
+
+
+def result(lr: str, seed: str, loss: float) -> Result:
+    settings = {"optimizer.lr": lr, "debug.seed": seed}
+    return Result(settings, [(1, 8.0), (2, loss)], optimizer_ms=5.0, seconds=10.0)
+
+
+RESULTS = [
+    result("0.1", "0", 4.0),
+    result("0.2", "0", 3.0),
+    result("0.1", "1", 5.0),
+    result("0.2", "1", 3.5),
+]
+
+
+def test_seeds_are_averaged_and_the_best_comes_first() -> None:
+    groups = by_settings(RESULTS)
+    assert [settings for settings, _ in groups] == [
+        {"optimizer.lr": "0.2"},
+        {"optimizer.lr": "0.1"},
+    ]
+    first = table(RESULTS).splitlines()[2]
+    assert first == "| 0.2 | 2 | 3.2500 | 3.0000 to 3.5000 | 5.0 | 10 |"
+
+
+def test_results_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert load_results(path) == []
+    path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in RESULTS))
+    assert table(load_results(path)) == table(RESULTS)
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(RESULTS, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_sweeps_that_share_other_settings_do_not_mix(tmp_path: Path) -> None:
+    check_same_sweep(tmp_path / "sweep.json", {"nproc": 1})
+    check_same_sweep(tmp_path / "sweep.json", {"nproc": 1})
+    with pytest.raises(ValueError, match="another --out"):
+        check_same_sweep(tmp_path / "sweep.json", {"nproc": 2})
+
+
+@pytest.mark.parametrize("text", ["optimizer.lr", "=1", "optimizer.lr="])
+def test_an_axis_needs_a_key_and_values(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"section\.key"):
+        parse_axis(text)
+    assert parse_axis("optimizer.lr=1,2") == ("optimizer.lr", ["1", "2"])

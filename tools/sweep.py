@@ -1,0 +1,210 @@
+"""Train one config over a grid of settings; a table and a plot of validation losses come out.
+
+    python tools/sweep.py --config debug --nproc 2 --grid optimizer.name=muon,soap \\
+        --grid optimizer.lr=0.005,0.01,0.02 --grid debug.seed=0,1,2 --training.steps 300
+
+Every `--grid key=a,b,c` is one axis; other `--section.key value` pairs go to every run as they are. Runs are made one
+after the other. Each finished run is a line of OUT/results.jsonl, and a run that has its line is not made again, so an
+interrupted sweep goes on and a finer grid adds to a coarse one. Seeds (debug.seed) are averaged in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = "debug.seed"
+
+Settings = dict[str, str]
+Curve = list[tuple[int, float]]  # (step, loss)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: its settings, its validation losses, the time in its optimizer steps and in all."""
+
+    settings: Settings
+    validation: Curve
+    optimizer_ms: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """The last validation's."""
+        return self.validation[-1][1]
+
+
+def parse_axis(text: str) -> tuple[str, list[str]]:
+    """("key", values) of "key=a,b,c"."""
+    key, _, values = text.partition("=")
+    if not key or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form section.key=value,value")
+    return key, values.split(",")
+
+
+def run(config: str, settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> Result:
+    """Train once and read back the curves. Raises RuntimeError with the end of the log where training fails."""
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+    ]
+    command += ["train.py", "--config", config, *fixed, *overrides]
+    command += ["--job.dump_folder", str(folder), "--validation.enable", "true"]
+    start = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(
+            f"{settings} failed with exit code {done.returncode}:\n{done.stdout[-3000:]}"
+        )
+    scalars = read_scalars(folder / "tb")
+    optimizer_ms = mean(value for _, value in scalars["time/optimizer_ms"])
+    return Result(settings, scalars["loss/validation"], optimizer_ms, seconds)
+
+
+def read_scalars(folder: Path) -> dict[str, Curve]:
+    """Every curve that TensorBoard has of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def load_results(path: Path) -> list[Result]:
+    """The runs that a sweep has finished so far."""
+    if not path.exists():
+        return []
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def check_same_sweep(path: Path, common: dict[str, Any]) -> None:
+    """Note what all runs of a folder share; ValueError where an earlier sweep there shared something else."""
+    if path.exists() and json.loads(path.read_text()) != common:
+        raise ValueError(
+            f"{path} says that this folder's runs share {path.read_text()}; give another --out"
+        )
+    path.write_text(json.dumps(common))
+
+
+def by_settings(results: Sequence[Result]) -> list[tuple[Settings, list[Result]]]:
+    """Runs that differ in their seed only, together; the best first."""
+    groups: dict[tuple[tuple[str, str], ...], list[Result]] = {}
+    for result in results:
+        key = tuple((name, value) for name, value in result.settings.items() if name != SEED)
+        groups.setdefault(key, []).append(result)
+    found = [(dict(key), group) for key, group in groups.items()]
+    return sorted(found, key=lambda entry: mean(result.loss for result in entry[1]))
+
+
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table: settings, validation loss (mean, lowest to highest over seeds), time."""
+    groups = by_settings(results)
+    keys = list(dict.fromkeys(key for settings, _ in groups for key in settings))
+    lines = [
+        "| "
+        + " | ".join([*keys, "seeds", "validation loss", "range", "optimizer ms", "run s"])
+        + " |"
+    ]
+    lines.append("|---" * (len(keys) + 5) + "|")
+    for settings, group in groups:
+        losses = [result.loss for result in group]
+        cells = [settings.get(key, "") for key in keys]
+        cells += [str(len(group)), f"{mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"]
+        cells += [
+            f"{mean(r.optimizer_ms for r in group):.1f}",
+            f"{mean(r.seconds for r in group):.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Validation loss over steps, a line for each setting, its seeds averaged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 6))
+    for settings, group in by_settings(results):
+        steps = [step for step, _ in group[0].validation]
+        losses = [
+            mean(values)
+            for values in zip(*([loss for _, loss in r.validation] for r in group), strict=True)
+        ]
+        label = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
+        axes.plot(steps, losses, marker="o", markersize=3, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", default="debug", help="config of every run (default debug)")
+    parser.add_argument(
+        "--grid", type=parse_axis, action="append", required=True, help="section.key=a,b,c; repeat"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="processes of each run (default 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/sweep"), help="folder (default outputs/sweep)"
+    )
+    arguments, fixed = parser.parse_known_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    check_same_sweep(
+        out / "sweep.json", {"config": arguments.config, "nproc": arguments.nproc, "fixed": fixed}
+    )
+    path = out / "results.jsonl"
+    keys = [key for key, _ in arguments.grid]
+    grid = [
+        dict(zip(keys, values, strict=True))
+        for values in product(*(values for _, values in arguments.grid))
+    ]
+    results = load_results(path)
+    for i, settings in enumerate(grid):
+        if any(result.settings == settings for result in results):
+            continue
+        folder = (
+            out
+            / "runs"
+            / "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
+        )
+        result = run(arguments.config, settings, fixed, arguments.nproc, folder)
+        results.append(result)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        print(
+            f"{i + 1}/{len(grid)} {settings}: {result.loss:.4f} in {result.seconds:.0f} s",
+            flush=True,
+        )
+    (out / "table.md").write_text(table(results))
+    plot(results, out / "curves.png")
+    print(table(results), end="")
+
+
+if __name__ == "__main__":
+    main()
