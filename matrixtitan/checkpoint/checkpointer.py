@@ -35,6 +35,7 @@ from matrixtitan.checkpoint.reading import (
     META_FILE,
     PLAN_FILE,
     StoredCheckpoint,
+    find_checkpoint,
 )
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.checkpoint.state import (
@@ -345,10 +346,10 @@ class Checkpointer:
         return self._load_from(stored, model_only=False)
 
     def _load_initial(self) -> TrainState | None:
-        path = Path(self.config.initial_load_path)
-        complete, _ = from_rank_0(self._group, f"listing {path}", lambda: folders.list_steps(path))
-        if complete:
-            path = folders.step_folder(path, complete[0])
+        given = Path(self.config.initial_load_path)
+        path = from_rank_0(
+            self._group, "checkpoint.initial_load_path", lambda: find_checkpoint(given)
+        )
         return self._load_from(
             self._open(path, allow_foreign=True), self.config.initial_load_model_only
         )

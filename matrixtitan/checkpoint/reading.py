@@ -7,6 +7,7 @@ has no checksums. Nothing here decides which checkpoint to read; `checkpointer.p
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from matrixtitan.checkpoint.collective import from_dcp, together
-from matrixtitan.checkpoint.errors import CheckpointError
+from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
+from matrixtitan.checkpoint.folder import list_steps, step_folder
 from matrixtitan.checkpoint.integrity import CHECKSUMS_FILE, Checksums
 from matrixtitan.checkpoint.metadata import METADATA_FILE, parse_metadata
 from matrixtitan.checkpoint.state import Tensors
@@ -117,18 +119,27 @@ class StoredCheckpoint:
         except dcp.CheckpointException as error:
             raise from_dcp(f"loading {self.path}", error) from error
 
-    def read(self, key: str) -> Tensor:
-        """One tensor, whole, on the CPU; without any process group."""
+    def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """The stored chunks of one tensor with their offsets, one at a time, on the CPU and verified."""
         stored_key = self.stored_key(key)
-        entry = self.tensors[stored_key]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         reader = VerifyingReader(self.path, self.metadata, self.checksums)
-        for chunk in entry.chunks:
+        for chunk in self.tensors[stored_key].chunks:
             item = self.metadata.storage_data[MetadataIndex(stored_key, chunk.offsets)]
             part = reader.read_chunk((item.relative_path, item.offset, item.length))
+            if part.shape != chunk.sizes:
+                raise CorruptCheckpointError(
+                    f"{self.path / item.relative_path}: {key} is {tuple(part.shape)}, not {tuple(chunk.sizes)}"
+                )
+            yield tuple(chunk.offsets), part
+
+    def read(self, key: str) -> Tensor:
+        """One tensor, whole, on the CPU; without any process group."""
+        entry = self.tensors[self.stored_key(key)]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for offsets, part in self.chunks(key):
             target = tensor
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
+            for dim, offset in enumerate(offsets):
+                target = target.narrow(dim, offset, part.shape[dim])
             target.copy_(part)
         return tensor
 
@@ -152,6 +163,22 @@ class StoredCheckpoint:
             )
         if differing:
             raise CheckpointError(f"shapes differ: {_some(differing)}")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a person means by `path`: itself, or the newest complete one in it or in a run's folder.
+
+    CheckpointError if there is none.
+    """
+    if (path / METADATA_FILE).exists() or (path / CHECKSUMS_FILE).exists():
+        return path
+    for folder in (path, path / "checkpoint"):
+        complete, _ = list_steps(folder)
+        if complete:
+            return step_folder(folder, complete[0])
+    raise CheckpointError(
+        f"no checkpoint at {path}: it has neither {METADATA_FILE} nor a complete step-N, in it or in its checkpoint/"
+    )
 
 
 def _is_tensor(entry: Any) -> bool:
