@@ -43,12 +43,23 @@ REPORT_SHAPES = (
 MARGIN = 1.03
 """A form other than the standard one must be so much faster: nothing is changed for noise."""
 
-HEAD = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
+TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
 
 from typing import Literal
 
 FormEntry = tuple[Literal["standard", "gram"], int, int]
 
+FORMS: dict[int, dict[float, FormEntry]] = {{
+{forms}}}
+"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for float32 on the
+CPU; measured with one thread."""
+
+BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
+{batched}}}
+"""The same for batches of equal shapes, where a call's own cost is shared."""
+
+BATCH_LIMIT: dict[str, int] = {{"cpu": {limit}, "cuda": 2048}}
+"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
 '''
 
 
@@ -94,12 +105,15 @@ def best_depth(left: Tensor, right: Tensor, add: Tensor | None, seconds: float) 
     return depths[times.index(min(times))]
 
 
-def best_form(rows: int, ratio: float, seconds: float) -> ns.FormChoice:
-    """The fastest form of the whole iteration for (rows, rows * ratio), each with its best depths."""
-    x = torch.randn(rows, round(rows * ratio))
-    x /= x.norm()
-    gram = x @ x.mT
-    wide, square = best_depth(x, x.mT, None, seconds), best_depth(gram, gram, gram, seconds)
+def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormChoice:
+    """The fastest form of the whole iteration for (rows, rows * ratio), with its best depths; of a batch, if not 0."""
+    cols = round(rows * ratio)
+    x = torch.randn(batch, rows, cols) if batch else torch.randn(rows, cols)
+    x /= torch.linalg.matrix_norm(x, keepdim=True)
+    wide = square = 0
+    if not batch:
+        gram = x @ x.mT
+        wide, square = best_depth(x, x.mT, None, seconds), best_depth(gram, gram, gram, seconds)
     coefficients = (ns.QUINTIC,) * 5
     standard, gram_form = (
         ns.FormChoice("standard", wide, square),
@@ -136,28 +150,32 @@ def batch_limit(seconds: float) -> int:
     return limit
 
 
+def measured_forms(sizes: Sequence[int], batch: int, seconds: float) -> str:
+    """The best form of every size and ratio, as the body of a dict."""
+    lines = []
+    for rows in sizes:
+        lines.append(f"    {rows}: {{\n")
+        for ratio in RATIOS:
+            choice = best_form(rows, ratio, batch, seconds)
+            print(rows, ratio, choice, flush=True)
+            lines.append(
+                f'        {ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth}),\n'
+            )
+        lines.append("    },\n")
+    return "".join(lines)
+
+
 def write_table(seconds: float) -> None:
     """Measure everything and write the module."""
-    lines = [HEAD, "FORMS: dict[int, dict[float, FormEntry]] = {\n"]
-    for rows in SIZES:
-        entries = []
-        for ratio in RATIOS:
-            choice = best_form(rows, ratio, seconds)
-            print(rows, ratio, choice, flush=True)
-            entries.append(f'{ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth})')
-        lines.append(
-            f"    {rows}: {{\n" + "".join(f"        {entry},\n" for entry in entries) + "    },\n"
+    limit = batch_limit(seconds)
+    batched_sizes = [size for size in BATCH_SIZES if size <= limit]
+    TABLE.write_text(
+        TEMPLATE.format(
+            forms=measured_forms(SIZES, 0, seconds),
+            batched=measured_forms(batched_sizes, 8, seconds),
+            limit=limit,
         )
-    lines.append("}\n")
-    lines.append(
-        '"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for\n'
     )
-    lines.append('float32 on the CPU; measured with one thread."""\n\n')
-    lines.append(f'BATCH_LIMIT: dict[str, int] = {{"cpu": {batch_limit(seconds)}, "cuda": 2048}}\n')
-    lines.append(
-        '"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""\n'
-    )
-    TABLE.write_text("".join(lines))
 
 
 def report(seconds: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, FORMS
+from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BATCHED_FORMS, FORMS
 
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
@@ -168,12 +168,13 @@ class FormChoice(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _table_entry(rows: int, cols: int) -> FormChoice:
+def _table_entry(rows: int, cols: int, batched: bool) -> FormChoice:
     """The table's entry for the largest measured size and ratio not above those of (rows, cols), rows <= cols."""
-    by_ratio = FORMS[max((size for size in FORMS if size <= rows), default=min(FORMS))]
+    table = BATCHED_FORMS if batched else FORMS
+    by_ratio = table[max((size for size in table if size <= rows), default=min(table))]
     ratio = cols / max(rows, 1)
     form, wide_depth, depth = by_ratio[
-        max((key for key in by_ratio if key <= ratio), default=min(by_ratio))
+        max((r for r in by_ratio if r <= ratio), default=min(by_ratio))
     ]
     halvings = (rows & -rows).bit_length() - 1  # how often rows can be halved
     return FormChoice(form, min(wide_depth, halvings), min(depth, halvings))
@@ -187,9 +188,7 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
     """
     rows, cols = x.shape[-2:]
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        choice = _table_entry(rows, cols)
-        if x.ndim > 2:
-            choice = FormChoice(choice.form, 0, 0)
+        choice = _table_entry(rows, cols, x.ndim > 2)
     else:
         choice = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0)
     return choice if form == "auto" else choice._replace(form=form)

@@ -62,8 +62,33 @@ FORMS: dict[int, dict[float, FormEntry]] = {
         4.0: ("gram", 4, 4),
     },
 }
-"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for
-float32 on the CPU; measured with one thread."""
+"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for float32 on the
+CPU; measured with one thread."""
+
+BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
+    16: {
+        1.0: ("standard", 0, 0),
+        1.5: ("standard", 0, 0),
+        2.0: ("standard", 0, 0),
+        3.0: ("standard", 0, 0),
+        4.0: ("standard", 0, 0),
+    },
+    32: {
+        1.0: ("standard", 0, 0),
+        1.5: ("standard", 0, 0),
+        2.0: ("standard", 0, 0),
+        3.0: ("gram", 0, 0),
+        4.0: ("gram", 0, 0),
+    },
+    64: {
+        1.0: ("standard", 0, 0),
+        1.5: ("standard", 0, 0),
+        2.0: ("gram", 0, 0),
+        3.0: ("gram", 0, 0),
+        4.0: ("gram", 0, 0),
+    },
+}
+"""The same for batches of equal shapes, where a call's own cost is shared."""
 
 BATCH_LIMIT: dict[str, int] = {"cpu": 64, "cuda": 2048}
 """The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
