@@ -226,9 +226,12 @@ class Contender:
         gradients = storage_bytes(self._gradients())
         with traced_memory(self._world.device) as optimizer:
             self.optimizer_step()
-        self.measured.resident_bytes = kept + gradients
+        resident = kept + gradients
+        # what forward and backward did not allocate was there before: buckets that DDP keeps its gradients in
+        before = max(kept, resident - forward_backward.end)
+        self.measured.resident_bytes = resident
         self.measured.optimizer_transient_bytes = optimizer.peak
-        self.measured.peak_memory_bytes = kept + max(
+        self.measured.peak_memory_bytes = before + max(
             forward_backward.peak, forward_backward.end + optimizer.peak
         )
 

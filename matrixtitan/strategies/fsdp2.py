@@ -169,7 +169,8 @@ class FSDP2(DataParallel):
         if config.name not in ("muon", "adamw"):
             raise ValueError(
                 f"optimizer.name {config.name!r} needs whole matrices, which parallelism.strategy "
-                "'fsdp2' has for 'muon' only: set optimizer.name to 'muon' or 'adamw', or parallelism.strategy to 'matrix_fsdp'"
+                "'fsdp2' has for 'muon' only: set optimizer.name to 'muon' or 'adamw', or "
+                "parallelism.strategy to 'matrix_fsdp'"
             )
         return super().build_optimizers(config)
 
