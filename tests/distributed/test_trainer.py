@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor
 
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer
-from tests.lib.distributed import RankFailure, run_distributed
+from tests.lib.distributed import run_distributed
 
 STEPS = 4
 TOLERANCE = 5e-5
+
+Curves = dict[str, list[tuple[int, float]]]
+"""tag -> [(step, value)]"""
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +80,8 @@ log_freq = 1
     return load_config(arguments)
 
 
-def curves(dump_folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar of the run's TensorBoard folder: tag -> [(step, value)]."""
+def curves(dump_folder: Path) -> Curves:
+    """Every scalar of the run's TensorBoard folder."""
     events = EventAccumulator(str(dump_folder / "tb"), size_guidance={"scalars": 0})
     events.Reload()
     return {
@@ -85,83 +89,74 @@ def curves(dump_folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def train(config: Config) -> None:
-    with Trainer(config) as trainer:
-        trainer.train()
+def train(*configs: Config) -> None:
+    """One run after the other in the same processes, which saves their start."""
+    for config in configs:
+        with Trainer(config) as trainer:
+            trainer.train()
 
 
-def run(
-    corpus: Path, folder: Path, world_size: int, **overrides: object
-) -> dict[str, list[tuple[int, float]]]:
-    run_distributed(train, world_size, config_for(corpus, folder, **overrides))
-    return curves(folder)
+def run(corpus: Path, folder: Path, world_size: int, *runs: Mapping[str, object]) -> list[Curves]:
+    """The curves of each of `runs`, each in a folder of its own."""
+    folders = [folder / str(number) for number in range(len(runs))]
+    configs = [
+        config_for(corpus, f, **overrides) for f, overrides in zip(folders, runs, strict=True)
+    ]
+    run_distributed(train, world_size, *configs)
+    return [curves(folder) for folder in folders]
 
 
-def assert_same_numbers(
-    found: Mapping[str, list[tuple[int, float]]], expected: Mapping[str, list[tuple[int, float]]]
-) -> None:
-    for (step, value), (other_step, other) in zip(
-        found["loss/train"], expected["loss/train"], strict=True
-    ):
-        assert step == other_step
+def assert_same_numbers(found: Curves, expected: Curves) -> None:
+    assert [step for step, _ in found["loss/train"]] == [step for step, _ in expected["loss/train"]]
+    for (_, value), (_, other) in zip(found["loss/train"], expected["loss/train"], strict=True):
         assert value == pytest.approx(other, abs=TOLERANCE)
     for (_, value), (_, other) in zip(found["grad_norm"], expected["grad_norm"], strict=True):
         assert value == pytest.approx(other, rel=TOLERANCE)
 
 
+def split(strategy: str, local_batch_size: int, **overrides: object) -> dict[str, object]:
+    return {
+        "parallelism__strategy": strategy,
+        "training__local_batch_size": local_batch_size,
+        **overrides,
+    }
+
+
 @pytest.fixture(scope="session")
-def reference(
-    corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[tuple[int, float]]]:
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Curves:
     """One process, the whole batch at once."""
-    return run(corpus, tmp_path_factory.mktemp("reference"), 1, training__local_batch_size=12)
+    return run(corpus, tmp_path_factory.mktemp("reference"), 1, split("ddp", 12))[0]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "local_batch_size"),
+    ("world_size", "splits"),
     [
-        ("ddp", 1, 3),
-        ("ddp", 2, 2),
-        ("ddp", 3, 4),
-        ("matrix_fsdp", 1, 4),
-        ("matrix_fsdp", 2, 6),
-        ("matrix_fsdp", 3, 2),
-        ("matrix_fsdp", 4, 1),
+        (1, [split("ddp", 3), split("matrix_fsdp", 4)]),
+        (
+            2,
+            [
+                split("ddp", 2),
+                split("matrix_fsdp", 6),
+                split("matrix_fsdp", 2, parallelism__reduce_each_microbatch="false"),
+            ],
+        ),
+        (3, [split("ddp", 4), split("matrix_fsdp", 2)]),
+        (4, [split("matrix_fsdp", 1)]),
     ],
 )
 def test_losses_do_not_depend_on_how_the_batch_is_shared(
     corpus: Path,
     tmp_path: Path,
-    reference: dict[str, list[tuple[int, float]]],
-    strategy: str,
+    reference: Curves,
     world_size: int,
-    local_batch_size: int,
+    splits: list[dict[str, object]],
 ) -> None:
-    found = run(
-        corpus,
-        tmp_path,
-        world_size,
-        parallelism__strategy=strategy,
-        training__local_batch_size=local_batch_size,
-    )
-    assert_same_numbers(found, reference)
-
-
-def test_accumulating_without_reducing_gives_the_same_numbers(
-    corpus: Path, tmp_path: Path, reference: dict[str, list[tuple[int, float]]]
-) -> None:
-    found = run(
-        corpus,
-        tmp_path,
-        2,
-        parallelism__strategy="matrix_fsdp",
-        parallelism__reduce_each_microbatch="false",
-    )
-    assert_same_numbers(found, reference)
+    for found in run(corpus, tmp_path, world_size, *splits):
+        assert_same_numbers(found, reference)
 
 
 def test_curves_have_fixed_names_and_count_from_one(
-    corpus: Path, tmp_path: Path, reference: dict[str, list[tuple[int, float]]]
+    corpus: Path, tmp_path: Path, reference: Curves
 ) -> None:
     names = {
         "loss/train",
@@ -204,15 +199,26 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
 # --- a loss or gradient that is not a number -------------------------------------------------------------------------
 
 
-def poisoned(
-    config: Config, bad_rank: int, bad_step: int, value: float
-) -> tuple[str, list[Tensor], int]:
-    """Train with `value` added to one rank's loss in one step; the error, the weights at the end, the steps skipped."""
+class Outcome(NamedTuple):
+    message: str
+    weights: list[Tensor]
+    weights_before: list[Tensor]
+    skipped_steps: int
+
+
+def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> Outcome:
+    """Train with `value` added to one rank's loss in one step; the error, weights before that step and at the end."""
     with Trainer(config) as trainer:
+        before: list[Tensor] = []
+
+        def weights() -> list[Tensor]:
+            return [param.tensor.detach().clone() for param in trainer.strategy.local_parameters()]
 
         def poison(module: torch.nn.Module, arguments: object, loss: Tensor) -> Tensor:
-            here = trainer.world.rank == bad_rank and trainer.state.step + 1 == bad_step
-            return loss + value if here else loss
+            if trainer.state.step + 1 != bad_step:
+                return loss
+            before[:] = weights()
+            return loss + value if trainer.world.rank == bad_rank else loss
 
         trainer.model.head.register_forward_hook(poison)
         message = ""
@@ -220,8 +226,7 @@ def poisoned(
             trainer.train()
         except NonFiniteError as error:
             message = str(error)
-        weights = [param.tensor.detach().clone() for param in trainer.strategy.local_parameters()]
-        return message, weights, trainer.state.skipped_steps
+        return Outcome(message, weights(), before, trainer.state.skipped_steps)
 
 
 @pytest.mark.parametrize(
@@ -229,35 +234,28 @@ def poisoned(
     [
         ("ddp", math.nan),
         ("matrix_fsdp", math.inf),
-    ],  # inf: the loss alone is bad, its own gradients are numbers
+    ],  # inf: of the loss alone, its gradients are fine
 )
 def test_one_ranks_bad_loss_stops_all_before_the_update(
     corpus: Path, tmp_path: Path, strategy: str, value: float
 ) -> None:
-    good = config_for(corpus, tmp_path / "good", parallelism__strategy=strategy, training__steps=2)
-    bad = config_for(
-        corpus, tmp_path / "bad", parallelism__strategy=strategy, training__steps=3, lr_scheduler__total_steps=2,
-        metrics__log_freq=100,
-    )  # fmt: skip
-    expected = run_distributed(poisoned, 2, good, 0, -1, 0.0)
-    found = run_distributed(poisoned, 2, bad, 1, 3, value)
-    for (message, weights, _), (no_message, expected_weights, _) in zip(
-        found, expected, strict=True
-    ):
-        assert no_message == ""
-        assert re.search(r"step 3: .* the loss of ranks \[1\]", message)
-        assert "on_nonfinite" in message
-        for weight, expected_weight in zip(weights, expected_weights, strict=True):
-            assert torch.equal(weight, expected_weight)
+    config = config_for(corpus, tmp_path, parallelism__strategy=strategy, metrics__log_freq=100)
+    for outcome in run_distributed(poisoned, 2, config, 1, 3, value):
+        assert re.search(r"step 3: .* the loss of ranks \[1\]", outcome.message)
+        assert "on_nonfinite" in outcome.message
+        assert outcome.weights
+        for weight, before in zip(outcome.weights, outcome.weights_before, strict=True):
+            assert torch.equal(weight, before)
 
 
 def test_bad_steps_are_skipped_and_counted_where_asked_for(corpus: Path, tmp_path: Path) -> None:
     config = config_for(
         corpus, tmp_path, training__on_nonfinite="skip", parallelism__strategy="matrix_fsdp"
     )
-    for message, weights, skipped in run_distributed(poisoned, 2, config, 0, 2, math.nan):
-        assert message == "" and skipped == 1
-        assert all(weight.isfinite().all() for weight in weights)
+    for outcome in run_distributed(poisoned, 2, config, 0, 2, math.nan):
+        assert outcome.message == ""
+        assert outcome.skipped_steps == 1
+        assert all(weight.isfinite().all() for weight in outcome.weights)
     found = curves(tmp_path)
     assert [math.isfinite(value) for _, value in found["loss/train"]] == [True, False, True, True]
     assert [step for step, _ in found["skipped_steps"]] == [2, 3, 4]
@@ -267,20 +265,27 @@ def test_bad_steps_are_skipped_and_counted_where_asked_for(corpus: Path, tmp_pat
 
 
 def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) -> None:
-    validation = {"validation__enable": "true", "validation__freq": 2, "validation__steps": 2}
-    one = run(corpus, tmp_path / "1", 1, **validation, validation__local_batch_size=4)
-    two = run(
+    validation = {
+        "validation__enable": "true",
+        "validation__freq": 2,
+        "validation__steps": 2,
+        "metrics__log_freq": 100,
+    }
+    one, coarse = run(
         corpus,
-        tmp_path / "2",
-        2,
-        **validation,
-        validation__local_batch_size=2,
-        parallelism__strategy="matrix_fsdp",
+        tmp_path / "1",
+        1,
+        {**validation, **split("ddp", 12)},
+        {**validation, "validation__local_batch_size": 5},
     )
-    assert [step for step, _ in one["loss/validation"]] == [2, 4]
-    for (_, value), (_, other) in zip(one["loss/validation"], two["loss/validation"], strict=True):
-        assert value == pytest.approx(other, abs=TOLERANCE)
-        assert 4 < value < math.log(4096) + 0.3
+    (two,) = run(corpus, tmp_path / "2", 2, {**validation, **split("matrix_fsdp", 2)})
+    for found in (one, coarse, two):
+        assert [step for step, _ in found["loss/validation"]] == [2, 4]
+        for (_, value), (_, other) in zip(
+            found["loss/validation"], one["loss/validation"], strict=True
+        ):
+            assert value == pytest.approx(other, abs=TOLERANCE)
+            assert 4 < value < math.log(4096) + 0.3
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -294,28 +299,30 @@ RESUMABLE = {
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(
-    corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[tuple[int, float]]]:
-    overrides = {**RESUMABLE, "checkpoint__enable": "false"}
-    return run(corpus, tmp_path_factory.mktemp("uninterrupted"), 2, **overrides)
+def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return run(corpus, folder, 2, {"parallelism__strategy": "matrix_fsdp"})[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_resumed_run_goes_on_as_if_never_stopped(
-    corpus: Path, tmp_path: Path, uninterrupted: dict[str, list[tuple[int, float]]], world_size: int
+    corpus: Path, tmp_path: Path, uninterrupted: Curves
 ) -> None:
-    run(corpus, tmp_path, 2, **RESUMABLE, training__steps=2)
-    found = run(corpus, tmp_path, world_size, **RESUMABLE)
-    if world_size == 2:
-        for tag in ("loss/train", "grad_norm", "lr/matrix", "lr/tail"):
-            assert found[tag] == uninterrupted[tag], "to the bit, and each step once"
-    assert_same_numbers(found, uninterrupted)
+    stopped = config_for(corpus, tmp_path, **RESUMABLE, training__steps=2)
+    run_distributed(train, 2, stopped, config_for(corpus, tmp_path, **RESUMABLE))
+    found = curves(tmp_path)
+    for tag in ("loss/train", "grad_norm", "lr/matrix", "lr/tail"):
+        assert found[tag] == uninterrupted[tag], "to the bit, and each step once"
     assert [step for step, _ in found["time/checkpoint_pause_ms"]] == [2, 4]
 
 
+def test_a_run_resumes_on_other_ranks(corpus: Path, tmp_path: Path, uninterrupted: Curves) -> None:
+    run_distributed(train, 2, config_for(corpus, tmp_path, **RESUMABLE, training__steps=2))
+    run_distributed(train, 3, config_for(corpus, tmp_path, **RESUMABLE))
+    assert_same_numbers(curves(tmp_path), uninterrupted)
+
+
 def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
-    """SIGTERM to one rank during `at_step`; the step that training ended at."""
+    """SIGTERM to one rank during `at_step`, then a second run in the same folder; the step that the first ended at."""
     with Trainer(config) as trainer:
 
         def signal_once(module: torch.nn.Module, arguments: object) -> None:
@@ -324,28 +331,42 @@ def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
 
         trainer.model.head.register_forward_pre_hook(signal_once)
         trainer.train()
-        return trainer.state.step
+        ended_at = trainer.state.step
+    train(config)
+    return ended_at
 
 
 def test_one_rank_told_to_end_saves_and_ends_all(
-    corpus: Path, tmp_path: Path, uninterrupted: dict[str, list[tuple[int, float]]]
+    corpus: Path, tmp_path: Path, uninterrupted: Curves
 ) -> None:
     config = config_for(corpus, tmp_path, **RESUMABLE)
     assert run_distributed(told_to_end, 2, config, 1, 3) == [3, 3]
-    found = run(corpus, tmp_path, 2, **RESUMABLE)
-    assert found["loss/train"] == uninterrupted["loss/train"]
+    assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
+
+
+def refusal(first: Config, changed: Path, second: Config, allowed: Config) -> str:
+    """What `second` says after `first` and a change of the data; then `allowed` goes on."""
+    train(first)
+    for path in changed.glob("*.txt"):
+        path.write_text(f"something else entirely\n{path.read_text()}")
+    with pytest.raises(ValueError, match="the data is not") as caught:
+        train(second)
+    train(allowed)
+    return str(caught.value)
 
 
 def test_other_data_is_refused_on_a_resume(corpus: Path, tmp_path: Path) -> None:
     copy = tmp_path / "corpus"
     shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("[!a-z]*"))
-    run(copy, tmp_path / "run", 1, **RESUMABLE, training__steps=2)
-    for path in copy.glob("*.txt"):
-        path.write_text(f"something else entirely\n{path.read_text()}")
-    with pytest.raises(
-        RankFailure,
-        match=r"data is not what the run had read until step 2.*allow_data_change = true",
-    ):
-        run(copy, tmp_path / "run", 1, **RESUMABLE)
-    found = run(copy, tmp_path / "run", 1, **RESUMABLE, data__allow_data_change="true")
-    assert [step for step, _ in found["loss/train"]] == [1, 2, 3, 4]
+    folder = tmp_path / "run"
+    (message,) = run_distributed(
+        refusal,
+        1,
+        config_for(copy, folder, **RESUMABLE, training__steps=2),
+        copy,
+        config_for(copy, folder, **RESUMABLE),
+        config_for(copy, folder, **RESUMABLE, data__allow_data_change="true"),
+    )
+    assert "until step 2" in message
+    assert "data.allow_data_change = true" in message
+    assert [step for step, _ in curves(folder)["loss/train"]] == [1, 2, 3, 4]

@@ -123,7 +123,8 @@ def test_log_line_leaves_out_what_is_not_known() -> None:
     )
     assert "12,346 tokens/s" in line
     assert "data 1.0 ms (max 2.0, rank 3)" in line
-    assert "mfu" not in line and "skipped" not in line
+    assert "mfu" not in line
+    assert "skipped" not in line
 
 
 def test_log_line_has_mfu_skips_and_the_allocator() -> None:
@@ -133,7 +134,8 @@ def test_log_line_has_mfu_skips_and_the_allocator() -> None:
         "memory/alloc_retries": 3.0,
     }
     line = report(mfu=0.412, skipped_steps=2, memory=memory).line(200)
-    assert "mfu 41.2%" in line and "2 steps skipped" in line
+    assert "mfu 41.2%" in line
+    assert "2 steps skipped" in line
     assert "memory 1.50 GiB active, 2.00 GiB reserved, 3 retries" in line
 
 
@@ -144,7 +146,8 @@ def test_progress_bar_redraws_one_line_and_clears_it() -> None:
     bar.update(2)
     assert "\n" not in stream.getvalue()
     last = stream.getvalue().split("\r")[-1]
-    assert last.count("#") == ProgressBar.WIDTH // 2 and "2/4" in last
+    assert last.count("#") == ProgressBar.WIDTH // 2
+    assert "2/4" in last
     bar.clear()
     assert stream.getvalue().endswith("\r\x1b[K")
 
