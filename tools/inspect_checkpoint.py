@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 def describe(stored: StoredCheckpoint, keys: str = "*", *, norms: bool = True) -> dict[str, Any]:
     """Everything that is printed. Norms are the root of the sum of squares, in float64."""
     entries = {key: entry for key, entry in stored.tensors.items() if fnmatchcase(key, keys)}
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         key: {
             "shape": list(entry.size),
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
