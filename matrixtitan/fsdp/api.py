@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.param import ShardedParam, Slot
-from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.ring import Ring
+from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Grouped, Star, Transport
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.local_param import LocalParam

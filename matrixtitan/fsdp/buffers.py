@@ -25,15 +25,20 @@ CUDA_ALIGNMENT = 256  # bytes: what the caching allocator guarantees for a tenso
 
 @dataclass(frozen=True)
 class Layout:
-    """Element offsets of a unit's parameters.
+    """Where one rank keeps a unit's parameters, in elements. Regions are laid out alike on every rank."""
 
-    `in_region` maps a whole parameter to its offset inside its owner's region, `region_numel[r]` is the size of rank
-    r's region, and `split` lists the parameters that are cut between ranks.
-    """
-
-    in_region: dict[str, int]
     region_numel: tuple[int, ...]
-    split: tuple[MatrixShard, ...]
+    """Size of each rank's region."""
+    in_region: dict[str, int]
+    """Offset of a whole parameter inside its owner's region."""
+    owned_at: dict[str, int]
+    """Offset of this rank's rows in its owner buffer: its region, then its rows of split parameters."""
+    owner_numel: int
+    region_at: dict[int, int]
+    """Offset of an owner's region in the transient buffer; this rank's own is absent where it stays in place."""
+    split_at: dict[str, int]
+    """Offset of a gathered split parameter in the transient buffer."""
+    transient_numel: int
 
 
 def align_up(numel: int, alignment: int) -> int:
@@ -45,16 +50,42 @@ def element_alignment(device: torch.device, dtype: torch.dtype) -> int:
     return (CUDA_ALIGNMENT if device.type == "cuda" else CPU_ALIGNMENT) // dtype.itemsize
 
 
-def lay_out(shards: Sequence[MatrixShard], world_size: int, alignment: int) -> Layout:
-    """Place `shards` (one unit's, in order) into regions; `alignment` is in elements."""
+def lay_out(
+    shards: Sequence[MatrixShard], rank: int, world_size: int, alignment: int, own_region_in_place: bool
+) -> Layout:
+    """Place one unit's `shards`, in order; `alignment` is in elements."""
     in_region: dict[str, int] = {}
     region_numel = [0] * world_size
     for shard in shards:
         if shard.is_whole:
             in_region[shard.fqn] = region_numel[shard.owner]
             region_numel[shard.owner] += align_up(shard.numel, alignment)
-    split = tuple(shard for shard in shards if len(shard.segments) > 1)
-    return Layout(in_region, tuple(region_numel), split)
+
+    owned_at: dict[str, int] = {}
+    owner_numel = region_numel[rank]
+    for shard in shards:
+        if (segment := shard.segment(rank)) is None:
+            continue
+        if shard.is_whole:
+            owned_at[shard.fqn] = in_region[shard.fqn]
+        else:
+            owned_at[shard.fqn] = owner_numel
+            owner_numel += align_up(segment.rows * shard.row_numel, alignment)
+
+    region_at: dict[int, int] = {}
+    split_at: dict[str, int] = {}
+    transient_numel = 0
+    for owner, numel in enumerate(region_numel):
+        if not (own_region_in_place and owner == rank):
+            region_at[owner] = transient_numel
+            transient_numel += numel
+    for shard in shards:
+        if len(shard.segments) > 1:
+            split_at[shard.fqn] = transient_numel
+            transient_numel += align_up(shard.numel, alignment)
+    return Layout(
+        tuple(region_numel), in_region, owned_at, owner_numel, region_at, split_at, transient_numel
+    )
 
 
 class TransientBuffer:

@@ -60,7 +60,10 @@ class Ring(Transport):
     def _unshard(self, pieces: Sequence[Piece]) -> None:
         chunks = _chunks_by_owner(pieces, self.world_size)
         incoming = [
-            (owner, chunk) for owner in self._owners_back_from(self._left) if owner != self.rank for chunk in chunks[owner]
+            (owner, chunk)
+            for owner in self._owners_back_from(self._left)
+            if owner != self.rank
+            for chunk in chunks[owner]
         ]
         receives = [dist.irecv(chunk, group=self.group, group_src=self._left) for _, chunk in incoming]
         sends = [self._send(chunk) for chunk in chunks[self.rank]]

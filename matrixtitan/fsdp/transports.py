@@ -43,8 +43,8 @@ class Transport(ABC):
     @abstractmethod
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]: ...
 
-    def close(self) -> None:
-        """Release threads, if any; the process group is its creator's."""
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to release
+        """Stop threads, if any; the process group is its creator's."""
 
 
 class Grouped(Transport):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from matrixtitan.fsdp.buffers import TransientBuffer, alias, align_up, element_alignment, lay_out
+from matrixtitan.fsdp.buffers import Layout, TransientBuffer, alias, element_alignment, lay_out
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel, Pending
 from matrixtitan.fsdp.transports import Piece, Transport
@@ -70,9 +70,7 @@ class Unit:
         self.stored_dtype = dtypes.pop() if dtypes else torch.get_default_dtype()
         self.compute_dtype = param_dtype or self.stored_dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
-        self.pinned = self.compute_dtype == self.stored_dtype
         self._pending: Pending | None = None
-        self._owner_flat: Tensor | None = None
         self._transient: TransientBuffer | None = None
         self._pieces: list[Piece] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # (into the transient buffer, from the owner buffer)
@@ -81,73 +79,62 @@ class Unit:
 
     def materialize(self, fill_rows: FillRows | None) -> None:
         """Allocate the owner buffer and make both lives of every parameter real."""
-        comm, device = self._comm, self._comm.device
-        shards = [param.shard for param in self.params]
-        alignment = element_alignment(device, min(self.stored_dtype, self.compute_dtype, key=lambda d: d.itemsize))
-        layout = lay_out(shards, comm.world_size, alignment)
-
-        # Owner buffer, stored dtype: my region, then my rows of split parameters.
-        split_at: dict[str, int] = {}
-        owner_numel = layout.region_numel[comm.rank]
+        comm = self._comm
+        smallest = min(self.stored_dtype, self.compute_dtype, key=lambda dtype: dtype.itemsize)
+        layout = lay_out(
+            [param.shard for param in self.params],
+            comm.rank,
+            comm.world_size,
+            element_alignment(comm.device, smallest),
+            own_region_in_place=self.compute_dtype == self.stored_dtype,
+        )
+        owned = torch.zeros(layout.owner_numel, dtype=self.stored_dtype, device=comm.device)
+        self._transient = TransientBuffer(layout.transient_numel, self.compute_dtype, comm.device)
+        self._prepare_messages(layout, owned, self._transient.flat)
         for param in self.params:
-            if not param.shard.is_whole and param.segment is not None:
-                split_at[param.fqn] = owner_numel
-                owner_numel += align_up(param.segment.rows * param.shard.row_numel, alignment)
-        self._owner_flat = torch.zeros(owner_numel, dtype=self.stored_dtype, device=device)
+            shard, segment = param.shard, param.segment
+            if not shard.is_whole:
+                full = self._transient.flat[layout.split_at[shard.fqn] :]
+            elif shard.owner in layout.region_at:
+                full = self._transient.flat[layout.region_at[shard.owner] + layout.in_region[shard.fqn] :]
+            else:
+                full = owned[layout.in_region[shard.fqn] :]
+            rows = owned[layout.owned_at.get(shard.fqn, 0) :]
+            rows = rows[: segment.rows * shard.row_numel if segment else 0]
+            param.bind(
+                alias(rows).view(shard.local_shape(comm.rank)),
+                alias(full[: shard.numel]).view(shard.shape),
+            )
+            if fill_rows is not None and segment is not None:
+                fill_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
+        self._transient.free()
 
-        # Transient buffer, compute dtype: the regions that I lack, then the split parameters.
-        region_at: dict[int, int] = {}
-        transient_numel = 0
-        for owner, numel in enumerate(layout.region_numel):
-            if not (self.pinned and owner == comm.rank):
-                region_at[owner] = transient_numel
-                transient_numel += numel
-        gathered_at: dict[str, int] = {}
-        for shard in layout.split:
-            gathered_at[shard.fqn] = transient_numel
-            transient_numel += align_up(shard.numel, alignment)
-        self._transient = TransientBuffer(transient_numel, self.compute_dtype, device)
-        owned, transient = self._owner_flat, self._transient.flat
-
+    def _prepare_messages(self, layout: Layout, owned: Tensor, transient: Tensor) -> None:
+        """What an unshard sends, and what it first copies into the transient buffer: rows of split parameters, and
+        this rank's own region where it is cast."""
+        rank = self._comm.rank
         self._pieces, self._copies = [], []
         for owner, numel in enumerate(layout.region_numel):
             if not numel:
                 continue
-            if owner in region_at:
-                tensor = transient[region_at[owner] : region_at[owner] + numel]
-                if owner == comm.rank:
-                    self._copies.append((tensor, owned[:numel]))  # the cast to compute dtype
+            if owner in layout.region_at:
+                tensor = transient[layout.region_at[owner] :][:numel]
+                if owner == rank:
+                    self._copies.append((tensor, owned[:numel]))
             else:
                 tensor = owned[:numel]
             self._pieces.append(Piece(owner, tensor))
-        for shard in layout.split:
-            begin = gathered_at[shard.fqn]
-            for segment in shard.segments:
-                rows = transient[begin + segment.start * shard.row_numel : begin + segment.stop * shard.row_numel]
-                self._pieces.append(Piece(segment.rank, rows))
-                if segment.rank == comm.rank:
-                    mine = split_at[shard.fqn]
-                    self._copies.append((rows, owned[mine : mine + rows.numel()]))
-
         for param in self.params:
             shard = param.shard
-            local_shape = shard.local_shape(comm.rank)
-            if shard.is_whole:
-                offset = layout.in_region[shard.fqn]
-                mine = offset
-                if shard.owner in region_at:
-                    full = transient[region_at[shard.owner] + offset :][: shard.numel]
-                else:
-                    full = owned[offset:][: shard.numel]
-            else:
-                mine = split_at.get(shard.fqn, 0)
-                full = transient[gathered_at[shard.fqn] :][: shard.numel]
-            local_numel = (param.segment.rows if param.segment else 0) * shard.row_numel
-            local = owned[mine:][:local_numel] if local_numel else owned.new_empty(0)
-            param.bind(alias(local).view(local_shape), alias(full).view(shard.shape))
-            if fill_rows is not None and param.segment is not None:
-                fill_rows(param.fqn, shard.shape, param.segment.start, param.sharded.data)
-        self._transient.free()
+            if len(shard.segments) < 2:
+                continue
+            full = transient[layout.split_at[shard.fqn] :][: shard.numel]
+            for segment in shard.segments:
+                rows = full[segment.start * shard.row_numel : segment.stop * shard.row_numel]
+                self._pieces.append(Piece(segment.rank, rows))
+                if segment.rank == rank:
+                    mine = layout.owned_at[shard.fqn]
+                    self._copies.append((rows, owned[mine : mine + rows.numel()]))
 
     @property
     def transient_nbytes(self) -> int:

@@ -130,10 +130,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_matches_plain_training_at_every_world_size(world_size: int) -> None:
+    run_distributed(toy_case, world_size, {})
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_matches_plain_training(case: str, world_size: int) -> None:
-    run_distributed(toy_case, world_size, CASES[case])
+def test_matches_plain_training(case: str) -> None:
+    """At 3 ranks, where uneven things break."""
+    run_distributed(toy_case, 3, CASES[case])
 
 
 @pytest.mark.parametrize("case", CASES)
