@@ -1,89 +1,90 @@
-# Sourced by run_train.sh and tools/test.sh, which set $ROOT. Leaves $PYTHON: an interpreter with the needed packages.
+# Sourced by run_train.sh and tools/test.sh. Leaves $PYTHON: an interpreter that has the packages.
 #
-# ensure_environment LOCK_FILE [EXTRA ...]
-#   An active environment that has torch is used as it is (clusters), if it has the dependencies and extras that
-#   pyproject.toml names. Otherwise .venv is built from LOCK_FILE, by one process while others wait. What it was built
-#   from is written last: an interrupted set-up starts clean, and a changed lock file is installed.
-#   MATRIXTITAN_PYTHON names the interpreter to build .venv with, and builds it whatever environment is active.
+# ensure_environment LOCK_FILE MODULE...: uses an active environment that has torch as it is (clusters) and checks that it
+# has the modules; otherwise builds .venv once, under a lock while others wait. The stamp is written last, so what an
+# interrupted set-up left is cleared, and it holds the hashes of the lock files, so a changed one is installed.
 
-ensure_environment() {
-  local lock_file="$1" active
-  shift
-  if [ -z "${MATRIXTITAN_PYTHON:-}" ] && active="$(active_python_with_torch)"; then
-    PYTHON="$active"
-    "$PYTHON" "$ROOT/tools/check_environment.py" "$@"
-    return
-  fi
-  PYTHON="$ROOT/.venv/bin/python"
-  if ! is_installed "$lock_file"; then
-    build_venv "$lock_file"
-  fi
-}
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-active_python_with_torch() {
-  local candidate
-  for candidate in python python3; do
-    if "$candidate" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then
-      command -v "$candidate"
-      return
-    fi
-  done
-  return 1
-}
-
-lock_hash() {
-  cat "$ROOT"/requirements*.lock | sha256sum | cut -d' ' -f1
-}
-
-is_installed() { # LOCK_FILE; the development lock holds everything of the other one
-  local name
-  [ -x "$ROOT/.venv/bin/python" ] || return 1
-  for name in "$1" requirements-dev.lock; do
-    if [ "$(cat "$ROOT/.venv/installed-$name" 2>/dev/null)" = "$(lock_hash)" ]; then
-      return
-    fi
-  done
-  return 1
+fail() {
+  echo "matrixtitan: $*" >&2
+  exit 2
 }
 
 find_python() {
   local candidate
-  for candidate in ${MATRIXTITAN_PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+  for candidate in "${MATRIXTITAN_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null &&
+      "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi
+    if [ -n "$candidate" ] && [ "$candidate" = "${MATRIXTITAN_PYTHON:-}" ]; then
+      fail "MATRIXTITAN_PYTHON is $candidate, which is no Python 3.11 or newer"
+    fi
   done
-  echo "matrixtitan needs Python 3.11 or newer, and ${MATRIXTITAN_PYTHON:-none on PATH} is;" \
-    "install one, or set MATRIXTITAN_PYTHON to its path" >&2
-  return 1
+  fail "no Python 3.11 or newer found; install one, or set MATRIXTITAN_PYTHON to its path"
 }
 
-build_venv() ( # LOCK_FILE; a subshell: the lock is released when it ends, however it ends
-  set -euo pipefail
-  lock_file="$1"
-  venv="$ROOT/.venv"
+check_active_environment() {
+  "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is used, but it lacks what is \
+named above: install that there, or deactivate the environment to let .venv be built"
+import importlib.metadata, importlib.util, sys
+lacks = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+if sys.version_info < (3, 11):
+    lacks.insert(0, "python >= 3.11 (it is %d.%d)" % sys.version_info[:2])
+version = importlib.metadata.version("torch")
+if tuple(int(part) for part in version.split(".")[:2]) < (2, 11):
+    lacks.insert(0, "torch >= 2.11 (it is %s)" % version)
+if lacks:
+    sys.exit("missing: " + ", ".join(lacks))
+PROGRAM
+}
+
+is_set_up() {
+  local stamp="$root/.venv/installed"
+  [ -x "$PYTHON" ] && [ -f "$stamp" ] && ! grep -qvxFf "$stamp" <<<"$1" # no wanted line is missing in it
+}
+
+ensure_environment() {
+  local lock_file="$1" wanted base
+  shift
+  if command -v python >/dev/null &&
+    python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then
+    PYTHON="$(command -v python)"
+    check_active_environment "$@"
+    return
+  fi
+  PYTHON="$root/.venv/bin/python"
+  # the lock file with the tools includes the other one, so either way that is installed
+  wanted="$(cd "$root" && for file in requirements.lock "$lock_file"; do sha256sum "$file"; done)"
+  if is_set_up "$wanted"; then
+    return
+  fi
   base="$(find_python)"
-  flock 9
-  if is_installed "$lock_file"; then
-    exit 0 # by the process that we waited for
+  ( # the lock is released when this subshell ends, however it ends
+    flock --nonblock 9 || {
+      echo "waiting for another process that sets up .venv ..." >&2
+      flock 9
+    }
+    if ! is_set_up "$wanted"; then
+      build_environment "$base" "$lock_file" "$wanted"
+    fi
+  ) 9>"$root/.venv.lock"
+}
+
+build_environment() {
+  local base="$1" lock_file="$2" wanted="$3" clear=--clear
+  cd "$root"
+  echo "setting up .venv from $lock_file (first use, or the file changed); this takes minutes ..." >&2
+  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$base lacks the venv module (on Debian and Ubuntu: apt install python3-venv)"
+  if [ -f .venv/installed ] && [ -x "$PYTHON" ]; then
+    clear= # complete: only the differences are installed
   fi
-  if [ -e "$venv/unfinished" ] || { [ -e "$venv" ] && ! [ -x "$venv/bin/python" ]; }; then
-    echo "an earlier set-up of .venv was interrupted, or its Python is gone: starting clean" >&2
-    rm -rf "$venv"
-  fi
-  echo "setting up .venv from $lock_file with $base (first use, or a lock file changed) ..." >&2
-  mkdir -p "$venv"
-  touch "$venv/unfinished"
-  rm -f "$venv"/installed-*
-  if ! [ -x "$venv/bin/python" ]; then
-    "$base" -c 'import venv, ensurepip' ||
-      { echo "$base lacks the module above, which makes virtual environments (Debian: apt install python3-venv)" >&2; exit 1; }
-    "$base" -m venv "$venv"
-  fi
-  quiet=()
-  [ -t 2 ] || quiet=(--quiet) # progress bars are for terminals
-  "$venv/bin/python" -m pip install "${quiet[@]}" --no-input --disable-pip-version-check -r "$ROOT/$lock_file" >&2
-  lock_hash >"$venv/installed-$lock_file"
-  rm "$venv/unfinished"
-) 9>"$ROOT/.venv.lock"
+  rm -f .venv/installed
+  "$base" -m venv $clear .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$lock_file" ||
+    fail "pip could not install $lock_file (see above); run this again, or activate an environment with torch"
+  echo "$wanted" >.venv/installed
+}
