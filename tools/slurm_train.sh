@@ -8,6 +8,8 @@
 #SBATCH --signal=TERM@120
 # The signal comes 120 s before the time limit: with checkpoint.enable the run saves and ends well.
 set -euo pipefail
-# Slurm runs a copy of this script, in the folder where it was submitted. One task a machine: each starts the processes
-# of its GPUs, and run_train.sh takes the machines' number, ranks and first host from Slurm's variables.
+# Slurm runs a copy of this script, in the folder where it was submitted.
+export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
+MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# One task a machine: each starts the processes of its GPUs. SLURM_NNODES and SLURM_NODEID say which machine it is.
 exec srun --kill-on-bad-exit=1 ./run_train.sh "$@"
