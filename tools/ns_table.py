@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.optim import newton_schulz as ns
+from matrixtitan.optim import onednn
 
 TABLE = Path(ns.__file__).with_name("newton_schulz_table.py")
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
@@ -60,6 +61,9 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
 
 BATCH_LIMIT: dict[str, int] = {{"cpu": {limit}, "cuda": 2048}}
 """The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
+
+ONEDNN_ROWS = {onednn_rows}
+"""The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
 '''
 
 
@@ -115,18 +119,11 @@ def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormCho
         gram = x @ x.mT
         wide, square = best_depth(x, x.mT, None, seconds), best_depth(gram, gram, gram, seconds)
     coefficients = (ns.QUINTIC,) * 5
-    standard, gram_form = (
-        ns.FormChoice("standard", wide, square),
-        ns.FormChoice("gram", wide, square),
-    )
+    choices = [ns.FormChoice(form, wide, square, onednn=False) for form in ("standard", "gram")]
     times = alternating_medians(
-        [
-            partial(ns._standard, x, coefficients, standard),
-            partial(ns._gram, x, coefficients, gram_form),
-        ],
-        seconds,
+        [partial(ns._iterate, x, coefficients, choice) for choice in choices], seconds
     )
-    return gram_form if times[1] * MARGIN < times[0] else standard
+    return choices[times[1] * MARGIN < times[0]]
 
 
 def batch_limit(seconds: float) -> int:
@@ -148,6 +145,27 @@ def batch_limit(seconds: float) -> int:
                 return limit
         limit = rows
     return limit
+
+
+def onednn_rows(seconds: float) -> int:
+    """The smallest size from which oneDNN's products are faster for square and 1:3 matrices; as before where absent."""
+    if not onednn.pays():
+        return ns.ONEDNN_ROWS
+    coefficients = (ns.QUINTIC,) * 5
+    for rows in SIZES:
+        wins = []
+        for ratio in (1, 3):
+            x = torch.randn(rows, rows * ratio)
+            x /= x.norm()
+            form: ns.FormChoice = ns._table_entry(rows, rows * ratio, batched=False)
+            choices = [form, ns.FormChoice("gram" if ratio > 1 else "standard", 0, 0, onednn=True)]
+            times = alternating_medians(
+                [partial(ns._iterate, x, coefficients, choice) for choice in choices], seconds
+            )
+            wins.append(times[1] * MARGIN < times[0])
+        if all(wins):
+            return rows
+    return 1 << 30
 
 
 def measured_forms(sizes: Sequence[int], batch: int, seconds: float) -> str:
@@ -174,6 +192,7 @@ def write_table(seconds: float) -> None:
             forms=measured_forms(SIZES, 0, seconds),
             batched=measured_forms(batched_sizes, 8, seconds),
             limit=limit,
+            onednn_rows=onednn_rows(seconds),
         )
     )
 
@@ -186,7 +205,8 @@ def report(seconds: float) -> None:
     settings = ns.make_newton_schulz()
     for shape in REPORT_SHAPES:
         matrix = torch.randn(shape)
-        wide = matrix if shape[0] <= shape[1] else matrix.mT
+        choice = ns.choose_form(matrix if shape[0] <= shape[1] else matrix.mT, "auto")
+        products = "oneDNN" if choice.onednn else f"halved {choice.wide_depth}, {choice.depth}"
         before, after = alternating_medians(
             [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
         )
@@ -194,8 +214,8 @@ def report(seconds: float) -> None:
         results = (plain(matrix), ns.orthogonalize([matrix], settings)[0])
         errors = [(result.double() - exact).abs().max().item() for result in results]
         print(
-            f"| {shape[0]}x{shape[1]} | {ns.choose_form(wide, 'auto').form} | {before * 1e3:.3f} "
-            f"| {after * 1e3:.3f} | {before / after:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
+            f"| {shape[0]}x{shape[1]} | {choice.form}, {products} | {before * 1e3:.3f} | {after * 1e3:.3f} "
+            f"| {before / after:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
             flush=True,
         )
 

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BATCHED_FORMS, FORMS
+from matrixtitan.optim import onednn
+from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BATCHED_FORMS, FORMS, ONEDNN_ROWS
 
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
@@ -150,21 +151,21 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
         x = _standard_separate(x, settings)
     else:
         x = _normalize(x, settings)
-        choice = choose_form(x, settings.form)
-        iterate = _gram if choice.form == "gram" else _standard
-        x = iterate(x, settings.coefficients, choice)
+        x = _iterate(x, settings.coefficients, choose_form(x, settings.form))
     return x.mT if tall else x
 
 
 class FormChoice(NamedTuple):
-    """The form of the iteration, and how often a symmetric product is halved (see `symmetric_product`).
+    """How a shape is iterated on.
 
-    `wide_depth` is for X X^T, whose inner dim is the long side, `depth` for products of (R, R) matrices.
+    `wide_depth` and `depth` say how often the symmetric products X X^T and those of (R, R) matrices are halved (see
+    `symmetric_product`); with `onednn` they are whole, and oneDNN's.
     """
 
     form: Literal["standard", "gram"]
     wide_depth: int
     depth: int
+    onednn: bool
 
 
 @lru_cache(maxsize=1024)
@@ -177,7 +178,7 @@ def _table_entry(rows: int, cols: int, batched: bool) -> FormChoice:
         max((r for r in by_ratio if r <= ratio), default=min(by_ratio))
     ]
     halvings = (rows & -rows).bit_length() - 1  # how often rows can be halved
-    return FormChoice(form, min(wide_depth, halvings), min(depth, halvings))
+    return FormChoice(form, min(wide_depth, halvings), min(depth, halvings), onednn=False)
 
 
 def choose_form(x: Tensor, form: Form) -> FormChoice:
@@ -187,10 +188,13 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
     therefore wins from C/R of 1.5.
     """
     rows, cols = x.shape[-2:]
-    if x.device.type == "cpu" and x.dtype == torch.float32:
-        choice = _table_entry(rows, cols, x.ndim > 2)
+    by_flops = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0, onednn=False)
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        choice = by_flops
+    elif x.ndim == 2 and rows >= ONEDNN_ROWS and onednn.pays():
+        choice = by_flops._replace(onednn=True)
     else:
-        choice = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0)
+        choice = _table_entry(rows, cols, x.ndim > 2)
     return choice if form == "auto" else choice._replace(form=form)
 
 
@@ -232,21 +236,19 @@ def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
     return x / norm.clamp(min=settings.eps)
 
 
-def _standard(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
-    if choice.wide_depth == choice.depth == 0:
-        return _standard_whole(x, coefficients)
-    gram = x.new_empty(*x.shape[:-1], x.size(-2))
-    update = torch.empty_like(gram)
-    spare = torch.empty_like(x)
-    for a, b, c in coefficients:
-        symmetric_product(x, x.mT, out=gram, depth=choice.wide_depth)
-        symmetric_product(gram, gram, out=update, depth=choice.depth, add=gram, beta=b, alpha=c)
-        _product(update, x, spare, x, a, 1.0)
-        x, spare = spare, x
-    return x
+def _iterate(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
+    """All steps on a normalised x (..., R, C), R <= C; may return x's own storage changed."""
+    if choice.form == "standard" and not (choice.wide_depth or choice.depth or choice.onednn):
+        return _standard(x, coefficients)
+    chunks = (
+        _chunks(coefficients) if choice.form == "gram" else [[triple] for triple in coefficients]
+    )
+    if choice.onednn:
+        return _by_gram_onednn(x, chunks)
+    return _by_gram(x, chunks, choice.wide_depth, choice.depth)
 
 
-def _standard_whole(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
     addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in coefficients:
@@ -256,27 +258,47 @@ def _standard_whole(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     return x
 
 
-def _gram(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
+def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], wide_depth: int, depth: int) -> Tensor:
     """Iterate on the Gram matrix G = X X^T (R, R) alone, collect the polynomial Q, and apply it: X = Q X.
 
     Every factor is a polynomial in G, so all of them commute and every product is symmetric. With Z = b G + c G^2 a
-    step is Q = a Q + Q Z and G = (a I + Z) G (a I + Z). See the restart's constants for why it is done in chunks.
+    step is Q = a Q + Q Z and G = (a I + Z) G (a I + Z). Q is applied and G formed anew after every chunk of steps;
+    chunks of one step are the standard form, longer ones the Gram form (see the restart's constants).
     """
     gram = x.new_empty(*x.shape[:-1], x.size(-2))
     poly, z, spare = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(gram)
-    for chunk in _chunks(coefficients):
-        symmetric_product(x, x.mT, out=gram, depth=choice.wide_depth)
+    for chunk in chunks:
+        symmetric_product(x, x.mT, out=gram, depth=wide_depth)
         for i, (a, b, c) in enumerate(chunk):
-            symmetric_product(gram, gram, out=z, depth=choice.depth, add=gram, beta=b, alpha=c)
+            symmetric_product(gram, gram, out=z, depth=depth, add=gram, beta=b, alpha=c)
             if i == 0:
                 poly.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
             else:
-                symmetric_product(poly, z, out=spare, depth=choice.depth, add=poly, beta=a)
+                symmetric_product(poly, z, out=spare, depth=depth, add=poly, beta=a)
                 poly, spare = spare, poly
             if i + 1 < len(chunk):
-                symmetric_product(gram, z, out=spare, depth=choice.depth, add=gram, beta=a)
-                symmetric_product(spare, z, out=gram, depth=choice.depth, add=spare, beta=a)
+                symmetric_product(gram, z, out=spare, depth=depth, add=gram, beta=a)
+                symmetric_product(spare, z, out=gram, depth=depth, add=spare, beta=a)
         x = _product(poly, x, torch.empty_like(x), None, 1.0, 1.0)
+    return x
+
+
+def _by_gram_onednn(x: Tensor, chunks: Sequence[Sequence[Triple]]) -> Tensor:
+    """`_by_gram` for one matrix with products that take no addend: W = a I + G (b I + c G) is formed whole."""
+    x = x.contiguous()  # oneDNN would copy a transposed left operand in every product
+    for chunk in chunks:
+        gram = onednn.product(x, x.mT)
+        poly = None
+        for i, (a, b, c) in enumerate(chunk):
+            inner = c * gram
+            inner.diagonal().add_(b)
+            step = onednn.product(gram, inner)
+            step.diagonal().add_(a)
+            poly = step if poly is None else onednn.product(poly, step)
+            if i + 1 < len(chunk):
+                gram = onednn.product(onednn.product(gram, step), step)
+        assert poly is not None
+        x = onednn.product(poly, x)
     return x
 
 

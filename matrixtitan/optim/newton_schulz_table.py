@@ -92,3 +92,6 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
 
 BATCH_LIMIT: dict[str, int] = {"cpu": 64, "cuda": 2048}
 """The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
+
+ONEDNN_ROWS = 128
+"""The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""

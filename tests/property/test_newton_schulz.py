@@ -157,16 +157,47 @@ def test_symmetric_products_by_halves(
     )
 
 
-def test_the_form_is_a_function_of_the_shape() -> None:
+def test_the_form_is_a_function_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
     assert choose_form(torch.empty(512, 512), "auto").form == "standard"
     assert choose_form(torch.empty(512, 2048), "auto").form == "gram"
     assert choose_form(torch.empty(512, 2048), "standard").form == "standard"
-    assert choose_form(torch.empty(333, 999), "auto") == FormChoice("gram", 0, 0), (
-        "333 rows cannot be halved"
-    )
+    assert choose_form(torch.empty(512, 2048), "auto").depth > 0
+    whole = FormChoice("gram", 0, 0, onednn=False)
+    assert choose_form(torch.empty(333, 999), "auto") == whole, "333 rows cannot be halved"
+    assert choose_form(torch.empty(8, 333, 999), "auto").depth == 0, "nor can batches"
     meta = torch.empty(64, 640, device="meta", dtype=torch.bfloat16)
-    assert choose_form(meta, "auto") == FormChoice("gram", 0, 0)
+    assert choose_form(meta, "auto") == whole
     assert choose_form(torch.empty(4096, 4096, device="meta"), "auto").form == "standard"
+
+
+def test_onednn_is_taken_for_large_float32_matrices_where_it_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
+    assert choose_form(torch.empty(512, 2048), "auto") == FormChoice("gram", 0, 0, onednn=True)
+    for other in (
+        torch.empty(16, 64),
+        torch.empty(2, 512, 2048),
+        torch.empty(512, 2048).bfloat16(),
+    ):
+        assert not choose_form(other, "auto").onednn
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN"
+)
+@pytest.mark.parametrize("shape", [(130, 130), (130, 391), (391, 130)])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_onednn_and_halved_products_agree(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], form: Any
+) -> None:
+    """Both ways on any machine, whichever it takes by itself; transposed products once cost a digit here."""
+    matrix = random_matrix(0, *shape)
+    for pays in (True, False):
+        monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda pays=pays: pays)
+        result = orthogonalize_one(matrix, make_newton_schulz(form=form, dtype="float32"))
+        torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
 
 def test_zeros_stay_zeros() -> None:
