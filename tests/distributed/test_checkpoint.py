@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
@@ -70,58 +71,23 @@ def test_any_world_size_and_cut_loads_what_four_saved(saved_by_4: str, world_siz
     assert states == [TrainState(2, 20, 160)] * world_size
 
 
-def fsdp2_style_model() -> dict[str, DTensor]:
-    """A plain FSDP2 model's state dict: DTensors sharded by rows, here the only wrapper is torch's own."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def dtensors(device_mesh: DeviceMesh) -> dict[str, DTensor]:
+    """A plain FSDP2 model's weights: DTensors cut by rows."""
     return {
-        fqn: distribute_tensor(expected(fqn, shape, 0, shape[0]), mesh, [Shard(0)])
+        fqn: distribute_tensor(expected(fqn, shape, 0, shape[0]), device_mesh, [Shard(0)])
         for fqn, (shape, _) in PARAMS.items()
     }
 
 
-def load_ours_into_dtensors(folder: str) -> None:
-    loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in fsdp2_style_model().items()}
-    dcp.load({"model": loaded}, checkpoint_id=folder)
-    for fqn, tensor in fsdp2_style_model().items():
-        assert torch.equal(loaded[fqn].to_local(), tensor.to_local()), fqn
-
-
-def test_plain_dcp_loads_ours_into_dtensors(saved_by_4: str) -> None:
-    on_ranks(load_ours_into_dtensors, 3, f"{saved_by_4}/checkpoint/step-2")
-
-
-def save_dtensors(folder: str, prefix: bool) -> None:
-    model = fsdp2_style_model()
-    dcp.save({"model": model} if prefix else dict(model), checkpoint_id=folder)
-
-
-def load_theirs(folder: str, theirs: str) -> None:
-    checkpointer, run = make(folder, filled=False, initial_load_path=theirs)
-    with checkpointer:
-        assert checkpointer.load() is None
-        for param in run.params:
-            assert torch.equal(
-                param.tensor,
-                expected(param.fqn, param.full_shape, param.start, param.tensor.shape[0]),
-            ), param.fqn
-
-
-@pytest.mark.parametrize("prefix", [True, False])
-def test_we_load_what_plain_dcp_saved_from_dtensors(tmp_path: Path, prefix: bool) -> None:
-    on_ranks(save_dtensors, 3, str(tmp_path / "theirs"), prefix)
-    on_ranks(load_theirs, 2, str(tmp_path), str(tmp_path / "theirs"))
-
-
-def dtensor_run(filled: bool) -> FakeRun:
-    """What the fsdp2 strategy shows: parameters and their state are DTensors cut by rows."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def dtensor_run(device_mesh: DeviceMesh, filled: bool) -> FakeRun:
+    """What the fsdp2 strategy shows: parameters and their state are DTensors."""
     run = FakeRun(0, 1, filled=filled)
     run.params = [
-        dataclasses.replace(p, tensor=distribute_tensor(p.tensor, mesh, [Shard(0)]))
+        dataclasses.replace(p, tensor=distribute_tensor(p.tensor, device_mesh, [Shard(0)]))
         for p in run.params
     ]
     run.states = [
-        state._replace(tensor=distribute_tensor(state.tensor, mesh, [Shard(0)]))
+        state._replace(tensor=distribute_tensor(state.tensor, device_mesh, [Shard(0)]))
         if state.per_row
         else state
         for state in run.states
@@ -129,29 +95,55 @@ def dtensor_run(filled: bool) -> FakeRun:
     return run
 
 
-def load_into_dtensor_run(folder: str) -> None:
-    config, run, whole = run_config(folder), dtensor_run(filled=False), FakeRun(0, 1)
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def exchange_with_dtensors(ours: str, folder: str) -> None:
+    """In one call, since a rank's first use of DTensors takes seconds."""
+    device_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = dtensors(device_mesh)
+
+    loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in model.items()}
+    dcp.load({"model": loaded}, checkpoint_id=f"{ours}/checkpoint/step-2")
+    for fqn, tensor in model.items():
+        assert torch.equal(local(loaded[fqn]), local(tensor)), fqn
+
+    dcp.save({"model": model}, checkpoint_id=f"{folder}/nested")
+    dcp.save(dict(model), checkpoint_id=f"{folder}/bare")
+
+    config, run = run_config(ours), dtensor_run(device_mesh, filled=False)
     with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.load() == TrainState(2, 20, 160)
-    for param, expected_param in zip(run.params, whole.params, strict=True):
-        assert torch.equal(param.tensor.full_tensor(), expected_param.tensor), param.fqn
-    for state, expected_state in zip(run.states, whole.states, strict=True):
-        value = state.tensor.full_tensor() if state.per_row else state.tensor
-        assert torch.equal(value, expected_state.tensor), state
+    for ours_now, wanted in zip(
+        [*run.params, *run.states],
+        [*(full := dtensor_run(device_mesh, filled=True)).params, *full.states],
+        strict=True,
+    ):
+        assert torch.equal(local(ours_now.tensor), local(wanted.tensor)), ours_now.fqn
 
-
-def save_dtensor_run(folder: str) -> None:
-    config, run = run_config(folder), dtensor_run(filled=True)
+    config, run = run_config(f"{folder}/strategy"), dtensor_run(device_mesh, filled=True)
     with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(2, TrainState(2, 20, 160))
 
 
-def test_dtensor_strategy_loads_rows_saved_by_ours_and_back(
+def load_theirs(folder: str, theirs: str) -> None:
+    checkpointer, run = make(folder, filled=False, initial_load_path=theirs)
+    with checkpointer:
+        assert checkpointer.load() is None
+        for param in run.params:
+            rows = param.tensor.shape[0]
+            value = expected(param.fqn, param.full_shape, param.start, rows)
+            assert torch.equal(param.tensor, value), param.fqn
+
+
+def test_plain_dcp_and_dtensors_load_ours_and_we_load_theirs(
     saved_by_4: str, tmp_path: Path
 ) -> None:
-    on_ranks(load_into_dtensor_run, 3, saved_by_4)
-    on_ranks(save_dtensor_run, 3, str(tmp_path))
-    on_ranks(load_and_check, 2, str(tmp_path))
+    on_ranks(exchange_with_dtensors, 3, saved_by_4, str(tmp_path))
+    for theirs in ("nested", "bare"):
+        on_ranks(load_theirs, 2, str(tmp_path / theirs / "run"), str(tmp_path / theirs))
+    on_ranks(load_and_check, 2, str(tmp_path / "strategy"))
 
 
 def test_dcp_converts_to_a_torch_save_file(saved_by_4: str, tmp_path: Path) -> None:
