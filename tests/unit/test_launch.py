@@ -139,7 +139,9 @@ def test_a_changed_lock_file_is_installed_over_what_is_there(launch: Launch) -> 
 
 
 def test_an_active_environment_with_torch_is_used(launch: Launch) -> None:
-    (launch.bin / "python").write_text(FAKE_PYTHON.replace('"-c "*) ', '"-c "* | "- "*) exit 0 ;;\n  "-") '))
+    (launch.bin / "python").write_text(
+        FAKE_PYTHON.replace('"-c "*) ', '"-c "* | "- "*) exit 0 ;;\n  "-") ')
+    )
     assert launch.run("--print-config").stdout == "train.py --print-config\n"
     assert launch.installs() == []
 
@@ -169,7 +171,10 @@ def test_a_config_mistake_stops_before_torchrun(launch: Launch) -> None:
 
 @pytest.mark.parametrize("option", ["--help", "-h", "--print-config"])
 def test_questions_need_no_torchrun(launch: Launch, option: str) -> None:
-    assert launch.run("--training.steps", "3", option).stdout == f"train.py --training.steps 3 {option}\n"
+    assert (
+        launch.run("--training.steps", "3", option).stdout
+        == f"train.py --training.steps 3 {option}\n"
+    )
 
 
 def test_one_machine_without_gpu_runs_two_processes(launch: Launch) -> None:
