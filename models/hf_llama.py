@@ -34,6 +34,7 @@ _LAYER_NAMES = {
 }
 _TOP_FQNS = {name: fqn for fqn, name in _TOP_NAMES.items()}
 _LAYER_FQNS = {name: fqn for fqn, name in _LAYER_NAMES.items()}
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _ROTATED = ("attention.wq.weight", "attention.wk.weight")
 
 
@@ -109,8 +110,14 @@ def to_hf_config(
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaFlavor:
     """The flavor that a config.json describes; ValueError where this model cannot be that one."""
+    if config.get("model_type") != "llama":  # first: other models' keys have other names
+        raise ValueError(
+            f"config.json: model_type is {config.get('model_type')!r}; only 'llama' can be converted"
+        )
+    missing = [key for key in _REQUIRED if not config.get(key)]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
     expected = {
-        "model_type": "llama",
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

@@ -1,0 +1,141 @@
+#!/usr/bin/env python
+"""Text from a checkpoint, so that a person can read what was learned.
+
+    tools/generate.py --checkpoint outputs/debug/checkpoint --prompt "def " --max-new-tokens 100 --temperature 0.8
+
+The model is built from the config saved with the checkpoint, and every tensor is verified as it is read. Converted
+checkpoints and Hugging Face folders work too (with --tokenizer where they name none). Each token is a whole forward
+pass over the last seq_len tokens, without a cache: for reading samples, not for serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matrixtitan.checkpoint import CheckpointError
+from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from models.llama import Llama
+from tools.convert_checkpoint import DTYPES, Weights, open_weights
+
+
+@torch.no_grad()
+def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
+    """The model on `device`, its weights cast to `dtype` one at a time."""
+    with torch.device("meta"):
+        model = weights.model.build().to(dtype)
+    model.to_empty(device=device)
+    for fqn, param in model.named_parameters():
+        param.copy_(weights.read(fqn))
+    model.init_buffers(device)
+    return model.eval()
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    tokens: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> Iterator[int]:
+    """New token ids after `tokens`, one by one, until `max_new_tokens` or `eos_id`, which is not given out.
+
+    Temperature 0 takes the likeliest token; `top_k` 0 leaves all to chance. The same seed gives the same tokens.
+    """
+    device = model.tok_embeddings.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    context = list(tokens)
+    for _ in range(max_new_tokens):
+        window = torch.tensor([context[-model.max_seq_len :]], device=device)  # (1, T)
+        logits = model(window)[0, -1].float()  # (V,)
+        token = int(_choose(logits, temperature, top_k, generator))
+        if token == eos_id:
+            return
+        context.append(token)
+        yield token
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    if 0 < top_k < logits.numel():
+        lowest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+def _tokenizer_of(weights: Weights) -> Tokenizer:
+    path = weights.model.tokenizer_path
+    if path is None:
+        raise ValueError(
+            "the checkpoint does not name its tokenizer: give its rank file with --tokenizer "
+            '("" is the one that ships here)'
+        )
+    tokenizer = load_tokenizer(path)
+    check_vocab(tokenizer, weights.model.vocab_size)
+    return tokenizer
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without it
+        raise ValueError(f"--device {name!r} cannot be used: {error}") from error
+
+
+def run(options: argparse.Namespace) -> str:
+    """The prompt and what follows it. ValueError or CheckpointError for what cannot be done."""
+    for name, least in {"max_new_tokens": 1, "temperature": 0, "top_k": 0}.items():
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
+    weights = open_weights(options.checkpoint, options.step, options.tokenizer)
+    tokenizer = _tokenizer_of(weights)
+    model = load_model(weights, _device(options.device), DTYPES[options.dtype])
+    prompt = tokenizer.encode(options.prompt, bos=True)  # as every document began in training
+    new_tokens = generate(
+        model,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        eos_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode([*prompt[1:], *new_tokens])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, help="step-N, or a folder of them"
+    )
+    parser.add_argument("--step", type=int, help="which one (default: the newest)")
+    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="the likeliest k only; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", help="rank file, where the recorded one is not there")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="to compute in")
+    try:
+        print(run(parser.parse_args(argv)))
+    except (ValueError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
