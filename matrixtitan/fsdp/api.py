@@ -155,7 +155,9 @@ def fully_shard(
     named = dict(_named_parameters(model))
     if plan is None:
         embeddings = [
-            f"{name}.weight".lstrip(".") for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+            f"{name}.weight".lstrip(".")
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
         ]
         specs = param_specs(
             [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in named.items()],
@@ -171,14 +173,24 @@ def fully_shard(
     built: list[Unit] = []
     for name, modules in modules_of.items():
         params = [
-            ShardedParam(shard, slots_of[shard.fqn], communication.rank, named[shard.fqn].dtype, shard.trainable)
+            ShardedParam(
+                shard,
+                slots_of[shard.fqn],
+                communication.rank,
+                named[shard.fqn].dtype,
+                shard.trainable,
+            )
             for shard in plan.shards
             if unit_of[shard.fqn] == name
         ]
-        unit = Unit(name, modules, params, communication, mp_policy.param_dtype, mp_policy.reduce_dtype)
+        unit = Unit(
+            name, modules, params, communication, mp_policy.param_dtype, mp_policy.reduce_dtype
+        )
         on_meta = {named[param.fqn].is_meta for param in params}
         if on_meta == {True, False}:
-            raise ValueError(f"unit {name!r} is partly on the meta device; build the whole model there, or none of it")
+            raise ValueError(
+                f"unit {name!r} is partly on the meta device; build the whole model there, or none of it"
+            )
         if on_meta == {False}:
             unit.materialize(_rows_of(named))
         else:
@@ -191,7 +203,10 @@ def fully_shard(
             unit,
             index,
             keep=reshard_after_forward == "never"
-            or (reshard_after_forward == "default" and (unit.name == ROOT or index == len(built) - 1)),
+            or (
+                reshard_after_forward == "default"
+                and (unit.name == ROOT or index == len(built) - 1)
+            ),
         )
         for index, unit in enumerate(built)
     ]
@@ -211,10 +226,14 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh | None:
         if not dist.is_initialized():
             return None
         return dist.init_device_mesh(
-            "cuda" if dist.get_backend() == "nccl" else "cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)
+            "cuda" if dist.get_backend() == "nccl" else "cpu",
+            (dist.get_world_size(),),
+            mesh_dim_names=("dp_shard",),
         )
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), not {mesh.ndim}")
+        raise ValueError(
+            f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), not {mesh.ndim}"
+        )
     return mesh
 
 
@@ -259,9 +278,13 @@ def _assign_units(
     return modules_of, slots_of, unit_of
 
 
-def _check_plan(plan: Plan, named: dict[str, nn.Parameter], unit_of: dict[str, str], shard_ranks: int) -> None:
+def _check_plan(
+    plan: Plan, named: dict[str, nn.Parameter], unit_of: dict[str, str], shard_ranks: int
+) -> None:
     if plan.world_size != shard_ranks:
-        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh shards over {shard_ranks}")
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, the mesh shards over {shard_ranks}"
+        )
     planned = set(plan.by_fqn)
     if planned != set(named):
         raise ValueError(
@@ -274,9 +297,13 @@ def _check_plan(plan: Plan, named: dict[str, nn.Parameter], unit_of: dict[str, s
                 f"the plan's shape of {shard.fqn} is {shard.shape}, the model's {tuple(named[shard.fqn].shape)}"
             )
         if shard.unit != unit_of[shard.fqn]:
-            raise ValueError(f"the plan puts {shard.fqn} into unit {shard.unit!r}, `units` into {unit_of[shard.fqn]!r}")
+            raise ValueError(
+                f"the plan puts {shard.fqn} into unit {shard.unit!r}, `units` into {unit_of[shard.fqn]!r}"
+            )
         if shard.trainable != named[shard.fqn].requires_grad:
-            raise ValueError(f"the plan's trainable={shard.trainable} for {shard.fqn} is not its requires_grad")
+            raise ValueError(
+                f"the plan's trainable={shard.trainable} for {shard.fqn} is not its requires_grad"
+            )
 
 
 def _device_of(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> torch.device:
@@ -289,7 +316,11 @@ def _device_of(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> torch
 
 
 def _communication(
-    mesh: DeviceMesh | None, plan: Plan, device: torch.device, transport: str, gradient_reduction: str
+    mesh: DeviceMesh | None,
+    plan: Plan,
+    device: torch.device,
+    transport: str,
+    gradient_reduction: str,
 ) -> tuple[Communication, dist.ProcessGroup | None]:
     """Make the process groups; one for each kind of traffic, since both may be in flight between two ranks."""
     rank, shard_group, replicas = 0, None, None
@@ -311,7 +342,8 @@ def _communication(
             backend = _backend(shard_group, device)
             chosen = _transport_class(transport, plan.world_size, backend)
             transports = [
-                chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True)) for _ in range(2)
+                chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+                for _ in range(2)
             ]
     return (
         Communication(
@@ -343,15 +375,25 @@ def _transport_class(name: str, world_size: int, backend: str) -> type[Transport
         # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         name = choose_transport(world_size, backend, per_host)
-        logger.info("transport: %s (auto: %d ranks, %d on this machine, %s)", name, world_size, per_host, backend)
+        logger.info(
+            "transport: %s (auto: %d ranks, %d on this machine, %s)",
+            name,
+            world_size,
+            per_host,
+            backend,
+        )
     if name not in TRANSPORTS:
         raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
     if name == "ring" and backend != "gloo":
-        raise ValueError(f"transport 'ring' works on gloo alone, this group's backend is {backend}: use 'grouped'")
+        raise ValueError(
+            f"transport 'ring' works on gloo alone, this group's backend is {backend}: use 'grouped'"
+        )
     return TRANSPORTS[name]
 
 
-def _gather_integers(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+def _gather_integers(
+    values: list[int], group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
     """Every rank's `values`, in group rank order."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -379,7 +421,9 @@ def _order_check(
             return
         indices = [values[0] for values in _gather_integers([index], group, communication.device)]
         if any(other != index for other in indices):
-            listing = ", ".join(f"rank {rank}: {names[other]}" for rank, other in enumerate(indices))
+            listing = ", ".join(
+                f"rank {rank}: {names[other]}" for rank, other in enumerate(indices)
+            )
             raise RuntimeError(
                 f"ranks run different units at the same time ({listing}); every rank must run the same units in the "
                 "same order, since all ranks gather them together"

@@ -51,7 +51,11 @@ def element_alignment(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def lay_out(
-    shards: Sequence[MatrixShard], rank: int, world_size: int, alignment: int, own_region_in_place: bool
+    shards: Sequence[MatrixShard],
+    rank: int,
+    world_size: int,
+    alignment: int,
+    own_region_in_place: bool,
 ) -> Layout:
     """Place one unit's `shards`, in order; `alignment` is in elements."""
     in_region: dict[str, int] = {}

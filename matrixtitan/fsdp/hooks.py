@@ -43,7 +43,9 @@ class Call:
 
     def __init__(self, state: UnitState, module: nn.Module) -> None:
         self.state = state
-        self.needs_weights = type(module) is not nn.Embedding  # a lookup's backward only needs the indices
+        self.needs_weights = (
+            type(module) is not nn.Embedding
+        )  # a lookup's backward only needs the indices
         self.begun = False  # its backward has begun
         self.over = False
 
@@ -102,12 +104,18 @@ class Schedule:
         self._install()
 
     def _install(self) -> None:
-        self._handles.append(self.root.register_forward_pre_hook(self._root_pre_forward, with_kwargs=True))
+        self._handles.append(
+            self.root.register_forward_pre_hook(self._root_pre_forward, with_kwargs=True)
+        )
         for state in self.states:
             for module in state.unit.modules:
                 self._handles += [
-                    module.register_forward_pre_hook(partial(self._pre_forward, state), with_kwargs=True),
-                    module.register_forward_hook(partial(self._post_forward, state), always_call=True),
+                    module.register_forward_pre_hook(
+                        partial(self._pre_forward, state), with_kwargs=True
+                    ),
+                    module.register_forward_hook(
+                        partial(self._post_forward, state), always_call=True
+                    ),
                     module.register_state_dict_pre_hook(self._before_state_dict),
                     module.register_load_state_dict_pre_hook(self._before_state_dict),
                 ]
@@ -134,9 +142,13 @@ class Schedule:
         self._recorded = []
         self._in_root_forward = True
 
-    def _pre_forward(self, state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _pre_forward(
+        self, state: UnitState, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         unit = state.unit
-        if state.in_backward:  # recomputed by a checkpoint outside the unit: weights are needed, hooks are in place
+        if (
+            state.in_backward
+        ):  # recomputed by a checkpoint outside the unit: weights are needed, hooks are in place
             unit.finish_unshard()
             return None
         if self._in_backward and torch.is_grad_enabled():
@@ -144,14 +156,21 @@ class Schedule:
                 f"{unit.name}: forward runs inside backward, before the backward of its first forward began; "
                 "reentrant checkpointing is not supported: use torch.utils.checkpoint with use_reentrant=False"
             )
-        if unit.state == "sharded" and self._in_root_forward and self._order is None and unit.params:
+        if (
+            unit.state == "sharded"
+            and self._in_root_forward
+            and self._order is None
+            and unit.params
+        ):
             unit.check_materialized()
             self._check_order(state.index)
         if self._in_root_forward and state not in self._recorded:
             self._recorded.append(state)
         self._gather(state, self._order, step=1)
         if self._param_dtype is not None:
-            args, kwargs = _map_tensors((args, kwargs), partial(_cast_floating, dtype=self._param_dtype))
+            args, kwargs = _map_tensors(
+                (args, kwargs), partial(_cast_floating, dtype=self._param_dtype)
+            )
         call = None
         if torch.is_grad_enabled():
             call = Call(state, module)
@@ -242,7 +261,9 @@ class Schedule:
             state.unit.keep_gradients()
             return
         if len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._reductions[-MAX_REDUCTIONS_IN_FLIGHT].wait_for_owners()  # bounds the full gradients alive
+            self._reductions[
+                -MAX_REDUCTIONS_IN_FLIGHT
+            ].wait_for_owners()  # bounds the full gradients alive
         self._reductions.append(state.unit.start_reduce())
 
     def _end_backward(self) -> None:
@@ -297,7 +318,9 @@ def _watch_inputs(schedule: Schedule, call: Call, args: Any, kwargs: Any) -> tup
     if not inputs:
         return args, kwargs
     watched: Iterator[Tensor] = iter(_PostBackward.apply(schedule, call, *inputs))
-    return _map_tensors((args, kwargs), lambda tensor: next(watched) if tensor.requires_grad else tensor)
+    return _map_tensors(
+        (args, kwargs), lambda tensor: next(watched) if tensor.requires_grad else tensor
+    )
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -327,7 +350,11 @@ def _map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_map_tensors(value, fn) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changes = {f.name: _map_tensors(getattr(tree, f.name), fn) for f in dataclasses.fields(tree) if f.init}
+        changes = {
+            f.name: _map_tensors(getattr(tree, f.name), fn)
+            for f in dataclasses.fields(tree)
+            if f.init
+        }
         return dataclasses.replace(tree, **changes)
     return tree
 

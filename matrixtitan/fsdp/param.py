@@ -26,17 +26,22 @@ class ShardedParam:
     """`sharded`: this rank's rows, stored dtype, shape (rows, *shape[1:]), zero rows where it owns none.
     `unsharded`: the full shape in compute dtype; its storage is there only while the unit is gathered."""
 
-    def __init__(self, shard: MatrixShard, slots: list[Slot], rank: int, dtype: torch.dtype, trainable: bool) -> None:
+    def __init__(
+        self, shard: MatrixShard, slots: list[Slot], rank: int, dtype: torch.dtype, trainable: bool
+    ) -> None:
         self.shard = shard
         self.slots = slots
         self.segment = shard.segment(rank)
         self.dtype = dtype
         self.trainable = trainable
         self.sharded = nn.Parameter(
-            torch.empty(shard.local_shape(rank), dtype=dtype, device="meta"), requires_grad=trainable
+            torch.empty(shard.local_shape(rank), dtype=dtype, device="meta"),
+            requires_grad=trainable,
         )
         self.unsharded: nn.Parameter | None = None
-        self.unreduced_grad: Tensor | None = None  # full shape, reduce dtype: accumulated without reducing
+        self.unreduced_grad: Tensor | None = (
+            None  # full shape, reduce dtype: accumulated without reducing
+        )
 
     @property
     def fqn(self) -> str:

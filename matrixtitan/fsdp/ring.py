@@ -65,7 +65,9 @@ class Ring(Transport):
             if owner != self.rank
             for chunk in chunks[owner]
         ]
-        receives = [dist.irecv(chunk, group=self.group, group_src=self._left) for _, chunk in incoming]
+        receives = [
+            dist.irecv(chunk, group=self.group, group_src=self._left) for _, chunk in incoming
+        ]
         sends = [self._send(chunk) for chunk in chunks[self.rank]]
         for (owner, chunk), receive in zip(incoming, receives, strict=True):
             _wait(receive)
@@ -90,7 +92,9 @@ class Ring(Transport):
         def post(count: int) -> None:
             for owner, mine in islice(incoming, count):
                 space = torch.empty_like(mine)
-                posted.append((owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left)))
+                posted.append(
+                    (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
+                )
 
         post(POSTED_AHEAD)
         while posted:

@@ -34,14 +34,18 @@ class Pending:
 
     def wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)  # what comes next reads the received data
+            torch.cuda.current_stream().wait_event(
+                self._event
+            )  # what comes next reads the received data
             self._event = None
         works, self._works = self._works, ()
         for work in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RuntimeError(f"{self._what} failed: another rank died, or timed out: {error}") from error
+                raise RuntimeError(
+                    f"{self._what} failed: another rank died, or timed out: {error}"
+                ) from error
 
 
 class Channel:
@@ -54,7 +58,9 @@ class Channel:
         """Run `issue` after all that the compute stream has been given so far; `what` names it in errors."""
         if self._stream is None:
             return Pending(issue(), None, what)
-        self._stream.wait_stream(torch.cuda.current_stream())  # buffers exist, owners' rows are written
+        self._stream.wait_stream(
+            torch.cuda.current_stream()
+        )  # buffers exist, owners' rows are written
         with torch.cuda.stream(self._stream):
             for work in issue():
                 work.wait()  # makes this stream wait for the backend's own, not the CPU

@@ -100,7 +100,10 @@ class Star(Transport):
             if owner != self.rank:
                 messages.append(_Message(dist.isend, tensor, owner, tag))
                 continue
-            received = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.world_size)]
+            received = [
+                tensor if peer == self.rank else torch.empty_like(tensor)
+                for peer in range(self.world_size)
+            ]
             messages += [
                 _Message(dist.irecv, received[peer], peer, tag)
                 for peer in range(self.world_size)
@@ -113,7 +116,9 @@ class Star(Transport):
         if not messages:
             return []
         if self.on_nccl:  # one launch: NCCL's sends would wait for each other one by one
-            operations = [dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages]
+            operations = [
+                dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages
+            ]
             return list(dist.batch_isend_irecv(operations))
         return [
             _issued(dist.isend(m.tensor, group=self.group, group_dst=m.peer, tag=m.tag))
@@ -141,7 +146,9 @@ class _SumAfter:
         for work in self._works:
             work.wait()
         for target, addends in self._sums:
-            total = addends[0]  # the target itself on rank 0, elsewhere a receive buffer that is ours to overwrite
+            total = addends[
+                0
+            ]  # the target itself on rank 0, elsewhere a receive buffer that is ours to overwrite
             for addend in addends[1:]:
                 total.add_(addend)
             if total is not target:
@@ -161,4 +168,3 @@ def _coalesced(group: dist.ProcessGroup, pieces: Sequence[Piece]):  # type: igno
     covers point-to-point only. This is the one place that uses it.
     """
     return dist.distributed_c10d._coalescing_manager(group=group, device=pieces[0].tensor.device)
-

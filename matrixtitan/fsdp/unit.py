@@ -73,7 +73,9 @@ class Unit:
         self._pending: Pending | None = None
         self._transient: TransientBuffer | None = None
         self._pieces: list[Piece] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (into the transient buffer, from the owner buffer)
+        self._copies: list[
+            tuple[Tensor, Tensor]
+        ] = []  # (into the transient buffer, from the owner buffer)
 
     # --- storage ---------------------------------------------------------------------------------------------------
 
@@ -96,7 +98,9 @@ class Unit:
             if not shard.is_whole:
                 full = self._transient.flat[layout.split_at[shard.fqn] :]
             elif shard.owner in layout.region_at:
-                full = self._transient.flat[layout.region_at[shard.owner] + layout.in_region[shard.fqn] :]
+                full = self._transient.flat[
+                    layout.region_at[shard.owner] + layout.in_region[shard.fqn] :
+                ]
             else:
                 full = owned[layout.in_region[shard.fqn] :]
             rows = owned[layout.owned_at.get(shard.fqn, 0) :]
@@ -165,7 +169,9 @@ class Unit:
         def issue() -> list[dist.Work]:
             with torch.no_grad():
                 for target, source in copies:
-                    target.copy_(source)  # my rows of split parameters, and the one cast to compute dtype
+                    target.copy_(
+                        source
+                    )  # my rows of split parameters, and the one cast to compute dtype
             return list(transport.unshard(pieces)) if transport is not None and pieces else []  # type: ignore[arg-type]
 
         self._pending = self._comm.unshard_channel.submit(issue, f"gathering {self.name}")
@@ -248,7 +254,11 @@ class Reduction:
     """Gradients of one unit on their way. Holds every buffer until the compute stream has waited for it."""
 
     def __init__(
-        self, unit: Unit, pending: Pending, pieces: list[Piece], mine: list[tuple[ShardedParam, Tensor]]
+        self,
+        unit: Unit,
+        pending: Pending,
+        pieces: list[Piece],
+        mine: list[tuple[ShardedParam, Tensor]],
     ) -> None:
         self._unit = unit
         self._pending: Pending | None = pending
@@ -266,7 +276,8 @@ class Reduction:
         comm = self._unit._comm
         # rows of a larger gradient move out of it, so that it can be freed
         self._mine = [
-            (param, part.clone() if part.numel() < param.shard.numel else part) for param, part in self._mine
+            (param, part.clone() if part.numel() < param.shard.numel else part)
+            for param, part in self._mine
         ]
         if comm.replicas is not None and self._mine:
             replicas, parts = comm.replicas, [part for _, part in self._mine]

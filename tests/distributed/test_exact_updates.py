@@ -23,7 +23,9 @@ SHARES = 12  # parts of the global gradient; every world size tested divides it
 CONFIGS = {
     "muon": OptimizerConfig(name="muon"),
     "muon, match_rms_adamw": OptimizerConfig(name="muon", scale="match_rms_adamw", lr=1e-3),
-    "shampoo": OptimizerConfig(name="shampoo", lr=1e-3, precondition_frequency=2, start_preconditioning_step=2),
+    "shampoo": OptimizerConfig(
+        name="shampoo", lr=1e-3, precondition_frequency=2, start_preconditioning_step=2
+    ),
     "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
 }
@@ -34,11 +36,19 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, shape in {"tall": (12, 8), "wide": (8, 12), "square": (8, 8), "bias": (8,)}.items():
+        for name, shape in {
+            "tall": (12, 8),
+            "wide": (8, 12),
+            "square": (8, 8),
+            "bias": (8,),
+        }.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.1))
 
     def forward(self, coefficients: dict[str, Tensor]) -> Tensor:
-        return sum(((param * coefficients[name]).sum() for name, param in self.named_parameters()), torch.zeros(()))
+        return sum(
+            ((param * coefficients[name]).sum() for name, param in self.named_parameters()),
+            torch.zeros(()),
+        )
 
 
 class Linear(nn.Module):
@@ -47,10 +57,14 @@ class Linear(nn.Module):
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
 
     def forward(self, coefficients: dict[str, dict[str, Tensor]]) -> Tensor:
-        return sum((layer(coefficients[str(i)]) for i, layer in enumerate(self.layers)), torch.zeros(()))
+        return sum(
+            (layer(coefficients[str(i)]) for i, layer in enumerate(self.layers)), torch.zeros(())
+        )
 
 
-def coefficients(model_shapes: dict[str, torch.Size], step: int, shares: range) -> dict[str, dict[str, Tensor]]:
+def coefficients(
+    model_shapes: dict[str, torch.Size], step: int, shares: range
+) -> dict[str, dict[str, Tensor]]:
     """Small integers, summed over `shares`."""
     result: dict[str, dict[str, Tensor]] = {}
     for index, (fqn, shape) in enumerate(model_shapes.items()):
@@ -78,7 +92,9 @@ def without_batches(optimizers: Optimizers) -> None:
 
 def train(config: OptimizerConfig) -> dict[str, Tensor]:
     model, shapes = build()
-    sharded = fully_shard(model, units=[[f"layers.{i}"] for i in range(3)], gradient_reduction="sum")
+    sharded = fully_shard(
+        model, units=[[f"layers.{i}"] for i in range(3)], gradient_reduction="sum"
+    )
     optimizers = build_optimizers([p for p in sharded.local_parameters() if p.trainable], config)
     without_batches(optimizers)
     rank, size = dist.get_rank(), SHARES // dist.get_world_size()
@@ -94,8 +110,12 @@ def train(config: OptimizerConfig) -> dict[str, Tensor]:
 def test_updates_are_bit_identical_at_any_world_size(name: str) -> None:
     alone = run_distributed(train, 1, CONFIGS[name])[0]
     start = dict(build()[0].named_parameters())
-    assert all((alone[fqn] != start[fqn]).any() for fqn in start), "an update that changes nothing proves nothing"
+    assert all((alone[fqn] != start[fqn]).any() for fqn in start), (
+        "an update that changes nothing proves nothing"
+    )
     more_ranks_than_matrices = [12] if name == "muon" else []
     for world_size in (2, 3, 4, *more_ranks_than_matrices):
         for fqn, weight in run_distributed(train, world_size, CONFIGS[name])[0].items():
-            assert torch.equal(weight, alone[fqn]), f"{fqn} at {world_size} ranks: {(weight - alone[fqn]).abs().max()}"
+            assert torch.equal(weight, alone[fqn]), (
+                f"{fqn} at {world_size} ranks: {(weight - alone[fqn]).abs().max()}"
+            )

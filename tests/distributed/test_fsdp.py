@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard
+from matrixtitan.fsdp import MatrixFSDP, fully_shard
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
@@ -34,14 +34,19 @@ def train_plain(
 
 def collect(sharded: MatrixFSDP) -> dict[str, Tensor]:
     """Full weights put together from all ranks' rows."""
-    mine = {local.fqn: (local.start, local.tensor.detach().clone()) for local in sharded.local_parameters()}
+    mine = {
+        local.fqn: (local.start, local.tensor.detach().clone())
+        for local in sharded.local_parameters()
+    }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     rows: dict[str, dict[int, Tensor]] = {}
     for part in everyone:
         for fqn, (start, tensor) in part.items():
             rows.setdefault(fqn, {})[start] = tensor
-    return {fqn: torch.cat([parts[start] for start in sorted(parts)]) for fqn, parts in rows.items()}
+    return {
+        fqn: torch.cat([parts[start] for start in sorted(parts)]) for fqn, parts in rows.items()
+    }
 
 
 def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.9) -> torch.optim.Optimizer:
@@ -49,7 +54,11 @@ def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.9) -> torch.opti
 
 
 def train_sharded(
-    model: nn.Module, sharded: MatrixFSDP, steps: int = STEPS, microbatches: int = 1, reduce_each: bool = True
+    model: nn.Module,
+    sharded: MatrixFSDP,
+    steps: int = STEPS,
+    microbatches: int = 1,
+    reduce_each: bool = True,
 ) -> list[float]:
     optimizer = sgd(model)
     losses = []
@@ -103,7 +112,10 @@ def toy_case(options: dict[str, Any]) -> None:
             lambda fqn, shape, start, out: out.copy_(source[fqn].detach()[start : start + len(out)])
         )
     losses = train_sharded(
-        model, sharded, microbatches=options.get("microbatches", 1), reduce_each=options.get("reduce_each", True)
+        model,
+        sharded,
+        microbatches=options.get("microbatches", 1),
+        reduce_each=options.get("reduce_each", True),
     )
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses), atol=5e-6, rtol=0)
     if mesh is None:

@@ -102,18 +102,26 @@ CASES: list[tuple[Callable[[], None], str, bool]] = [
     (replaced_parameter, "blocks.1.up.weight was replaced after fully_shard", True),
     (reentrant_checkpoint, "reentrant checkpointing is not supported", True),
     (other_unit_on_one_rank, "ranks run different units at the same time", True),
-    (skipped_later_on_one_rank, r"ran other units than the first one did: missing \['blocks.2'\]", False),
+    (
+        skipped_later_on_one_rank,
+        r"ran other units than the first one did: missing \['blocks.2'\]",
+        False,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message", "everywhere"), CASES, ids=[case[0].__name__ for case in CASES])
+@pytest.mark.parametrize(
+    ("wrong", "message", "everywhere"), CASES, ids=[case[0].__name__ for case in CASES]
+)
 def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: bool) -> None:
     answers = run_distributed(wrong, 2, timeout=20, expect_failure=True)
     for rank, answer in enumerate(answers):
         if everywhere or rank == 1:
             assert isinstance(answer, str) and re.search(message, answer), f"rank {rank}: {answer}"
         else:
-            assert isinstance(answer, str) and "failed: another rank died, or timed out" in answer, answer
+            assert (
+                isinstance(answer, str) and "failed: another rank died, or timed out" in answer
+            ), answer
 
 
 def die_in_backward() -> None:

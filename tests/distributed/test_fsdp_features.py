@@ -18,18 +18,24 @@ from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 ROWS = 24
 
 
-def shard(model: nn.Module, replicas: int = 1, units: list[list[str]] | None = None, **kwargs: Any) -> MatrixFSDP:
+def shard(
+    model: nn.Module, replicas: int = 1, units: list[list[str]] | None = None, **kwargs: Any
+) -> MatrixFSDP:
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(
         "cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard")
     )
     kwargs.setdefault("tail_patterns", ("head.weight",))
-    return fully_shard(model, units=units or toy_units(), mesh=mesh, gradient_reduction="sum", **kwargs)
+    return fully_shard(
+        model, units=units or toy_units(), mesh=mesh, gradient_reduction="sum", **kwargs
+    )
 
 
 def my_share(step: int) -> tuple[Tensor, Tensor]:
     tokens, labels = batch(step, ROWS)
-    return share(tokens, dist.get_rank(), dist.get_world_size()), share(labels, dist.get_rank(), dist.get_world_size())
+    return share(tokens, dist.get_rank(), dist.get_world_size()), share(
+        labels, dist.get_rank(), dist.get_world_size()
+    )
 
 
 def check_gradients(sharded: MatrixFSDP, plain: nn.Module, atol: float = 1e-4) -> None:
@@ -42,14 +48,18 @@ def check_gradients(sharded: MatrixFSDP, plain: nn.Module, atol: float = 1e-4) -
             continue
         assert got is not None, f"{local.fqn} has no gradient"
         want = want[local.start : local.start + got.shape[0]]
-        torch.testing.assert_close(got, want, atol=atol, rtol=1e-4, msg=lambda text, f=local.fqn: f"{f}: {text}")
+        torch.testing.assert_close(
+            got, want, atol=atol, rtol=1e-4, msg=lambda text, f=local.fqn: f"{f}: {text}"
+        )
     assert sharded.gathered_nbytes == 0
 
 
 def compare_toy(
     replicas: int,
     prepare: Callable[[Toy], None] = lambda model: None,
-    run: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, tokens, labels: model(tokens, labels),
+    run: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, tokens, labels: model(
+        tokens, labels
+    ),
     passes: int = 2,
     **kwargs: Any,
 ) -> None:
@@ -244,7 +254,9 @@ class TupleBlock(nn.Module):
 
     def forward(self, state: dict[str, Any], *, scale: Tensor | None = None) -> Out:
         x = state["x"]
-        return Out(x + torch.tanh(self.a(x)), {"side": self.b(x) * (1.0 if scale is None else scale)})
+        return Out(
+            x + torch.tanh(self.a(x)), {"side": self.b(x) * (1.0 if scale is None else scale)}
+        )
 
 
 class TupleModel(nn.Module):
@@ -275,7 +287,9 @@ def mixed_precision(replicas: int) -> None:
     """bfloat16 compute, float32 masters and sums: near a plain bfloat16 copy, and gradients are float32."""
     plain, model = make_toy(), make_toy()
     sharded = shard(
-        model, replicas, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        model,
+        replicas,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
     )
     plain(*batch(0, ROWS)).backward()
     loss = model(*my_share(0))

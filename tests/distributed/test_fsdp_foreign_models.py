@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -88,10 +88,27 @@ def compare(name: str) -> None:
     assert plain[-1] < plain[0]
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], list[list[str]], Callable[[Any, Tensor], Tensor], tuple[str, ...]]] = {
-    "Hugging Face Llama": (lambda: hugging_face_llama(False), LLAMA_UNITS, llama_loss, ("lm_head.weight",)),
-    "Hugging Face Llama, checkpointed": (lambda: hugging_face_llama(True), LLAMA_UNITS, llama_loss, ("lm_head.weight",)),
-    "nn.TransformerEncoder": (transformer_encoder, ENCODER_UNITS, encoder_loss, ()),
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    units: list[list[str]]
+    loss: Callable[[Any, Tensor], Tensor]
+    tail_patterns: tuple[str, ...]
+
+
+def plain_llama() -> nn.Module:
+    return hugging_face_llama(checkpointing=False)
+
+
+def checkpointed_llama() -> nn.Module:
+    return hugging_face_llama(checkpointing=True)
+
+
+CASES = {
+    "Hugging Face Llama": Case(plain_llama, LLAMA_UNITS, llama_loss, ("lm_head.weight",)),
+    "the same, checkpointed": Case(
+        checkpointed_llama, LLAMA_UNITS, llama_loss, ("lm_head.weight",)
+    ),
+    "nn.TransformerEncoder": Case(transformer_encoder, ENCODER_UNITS, encoder_loss, ()),
 }
 
 

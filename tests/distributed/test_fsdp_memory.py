@@ -38,9 +38,13 @@ def storage_alive(prefetch: int, reshard: str) -> None:
     gradients: list[int] = []
 
     def look(*_: object) -> None:
-        kept = {unit.name for unit in sharded.units if reshard == "never" or unit is sharded.units[-1]}
-        gathered.append(sum(1 for unit in sharded.units if unit.transient_nbytes and unit.name not in kept))
-        gradients.append(len(sharded._schedule._reductions) - sum(r._pending is None for r in sharded._schedule._reductions))
+        kept = {
+            unit.name for unit in sharded.units if reshard == "never" or unit is sharded.units[-1]
+        }
+        gathered.append(
+            sum(1 for unit in sharded.units if unit.transient_nbytes and unit.name not in kept)
+        )
+        gradients.append(sum(r._pending is not None for r in sharded._schedule._reductions))
 
     for module in [block.up for block in model.blocks]:
         module.register_forward_hook(look)
@@ -70,7 +74,9 @@ def resident() -> tuple[list[int], int]:
     model(tokens, labels).backward()
     optimizer.step()
     tensors = [local.tensor for local in sharded.local_parameters()]
-    kept = [t for p in tensors for t in (p, p.grad, *(s for s in optimizer.state[p].values() if s.ndim))]
+    kept = [
+        t for p in tensors for t in (p, p.grad, *(s for s in optimizer.state[p].values() if s.ndim))
+    ]
     plan_bytes = [r.total for r in rank_bytes(sharded.plan, PlanSettings(matrix_optimizer="adamw"))]
     return plan_bytes, sum(t.numel() * t.element_size() for t in kept)  # type: ignore[union-attr]
 
@@ -91,13 +97,19 @@ def owner_addresses() -> None:
     def look(module: nn.Module, *_: object) -> None:
         seen.setdefault(names[module], set()).add(module.weight.data_ptr())  # type: ignore[operator, union-attr]
 
-    names = {module: f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = {
+        module: f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     for module in names:
         module.register_forward_pre_hook(look)
     tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
     for _ in range(2):
         model(tokens, labels).backward()
-    whole = [s for s in sharded.plan.shards if s.is_whole and s.owner == sharded.rank and s.fqn in seen]
+    whole = [
+        s for s in sharded.plan.shards if s.is_whole and s.owner == sharded.rank and s.fqn in seen
+    ]
     for shard in whole:
         assert seen[shard.fqn] == {before[shard.fqn]}, shard.fqn
     for local in sharded.local_parameters():
@@ -109,7 +121,7 @@ def test_owner_buffers_are_pinned() -> None:
 
 
 def communication_of_a_step(prefetch: int) -> None:
-    model, sharded = sharded_toy(prefetch, "default")
+    model, _ = sharded_toy(prefetch, "default")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
     model(tokens, labels).backward()  # records the order
@@ -144,7 +156,9 @@ def communication_of_a_step(prefetch: int) -> None:
         order = [e for e in events if e.startswith("reduce")]
         assert order == [f"reduce {name}" for name in ["norm+head", *reversed(blocks), "embed"]]
         for earlier, later in zip(reversed(blocks), list(reversed(blocks))[1:], strict=False):
-            assert events.index(f"gather {later}", len(forward)) < events.index(f"reduce {earlier}"), events
+            assert events.index(f"gather {later}", len(forward)) < events.index(
+                f"reduce {earlier}"
+            ), events
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -12,7 +12,9 @@ from matrixtitan.fsdp.transports import Piece
 from tests.lib.distributed import run_distributed
 
 BIG = 3 * CHUNK_BYTES // 4 + 5  # elements of float32: several chunks and a rest
-SIZES: dict[str, list[tuple[int, int]]] = {  # (owner, numel); an owner beyond the world is taken modulo its size
+SIZES: dict[
+    str, list[tuple[int, int]]
+] = {  # (owner, numel); an owner beyond the world is taken modulo its size
     "even": [(0, 64), (1, 64), (2, 64), (3, 64)],
     "one owner": [(1, 1000)],
     "uneven, an owner twice": [(2, 7), (0, 300), (2, 1), (1, 129)],
@@ -33,7 +35,9 @@ def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
         for index, (owner, numel) in enumerate(sizes):
             owner %= world
             full = content(index, numel, owner).to(dtype)
-            gathered.append((full, Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))))
+            gathered.append(
+                (full, Piece(owner, full.clone() if rank == owner else torch.zeros_like(full)))
+            )
             total = sum(content(index, numel, other) for other in range(world))
             reduced.append((total.to(dtype), Piece(owner, content(index, numel, rank).to(dtype))))  # type: ignore[union-attr]
         works += list(transport.unshard([piece for _, piece in gathered]))

@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "matrixtitan.trainer"]
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "matrixtitan.trainer"]
 
 
 class RankFailure(AssertionError):
@@ -26,7 +26,13 @@ class RankFailure(AssertionError):
 
 
 def _run_rank(
-    connection: Connection, fn: Callable[..., Any], rank: int, world_size: int, store: str, timeout: float, args: Any
+    connection: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    args: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -45,7 +51,9 @@ def _run_rank(
         result = fn(*args)
         dist.barrier()
         dist.destroy_process_group()
-        connection.send_bytes(pickle.dumps((True, result)))  # not send(): torch would share memory with a dead process
+        connection.send_bytes(
+            pickle.dumps((True, result))
+        )  # not send(): torch would share memory with a dead process
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
@@ -53,7 +61,11 @@ def _run_rank(
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, expect_failure: bool = False
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    expect_failure: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` gloo ranks; return the results in rank order.
 
@@ -74,7 +86,9 @@ def run_distributed(
         for rank in range(world_size):
             parent, child = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run_rank, args=(child, fn, rank, world_size, store, timeout, args), daemon=False
+                target=_run_rank,
+                args=(child, fn, rank, world_size, store, timeout, args),
+                daemon=False,
             )
             process.start()
             child.close()
@@ -105,5 +119,7 @@ def run_distributed(
                     process.kill()
                     process.join()
     if failures and not expect_failure:
-        raise RankFailure("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+        raise RankFailure(
+            "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))
+        )
     return [results.get(rank, failures.get(rank)) for rank in range(world_size)]

@@ -38,7 +38,9 @@ class Toy(nn.Module):
         logits = self.head(self.norm(x))
         if labels is None:
             return logits
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
+        )
 
 
 def toy_units(depth: int = 3, tied: bool = False) -> list[list[str]]:
