@@ -41,6 +41,7 @@ from tools.bench_measure import (
     Contender,
     Corpus,
     Measurements,
+    matmul_flops,
     strategy_config,
     wire_interface,
 )
@@ -147,11 +148,14 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
         contenders = [Contender(name, config, world, corpus) for name in options.strategies]
         measure(contenders, options.steps, options.warmup)
         parameters = contenders[0].num_parameters
+        rate = torch.tensor(matmul_flops(world.device), dtype=torch.float64, device=world.device)
+        dist.all_reduce(rate)
         mine = {contender.name: contender.finish() for contender in contenders}
         ranks: list[Any] = [None] * world.size
         dist.all_gather_object(ranks, mine)
         if world.rank == 0:
             report = describe(config, world, corpus, parameters, command)
+            report["matmul_flops_per_rank"] = rate.item() / world.size
             add_strategies(report, ranks, shared_interface=wire_interface(world.size) == "lo")
             bench_report.write(report, options.output)
             print(bench_report.table(report), flush=True)

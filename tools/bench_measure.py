@@ -248,6 +248,19 @@ class Contender:
                 yield param.tensor.grad
 
 
+def matmul_flops(device: torch.device, seconds: float = 0.3) -> float:
+    """FLOP/s of this rank's matrix products (float32 on the CPU, bfloat16 on CUDA) while all ranks multiply."""
+    size, dtype = (384, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    (left @ right).sum().item()  # the first product also loads the library
+    dist.barrier()
+    products, began = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - began) < seconds:
+        (left @ right).sum().item()
+        products += 1
+    return 2 * size**3 * products / elapsed
+
+
 def storage_bytes(tensors: Iterator[Tensor]) -> int:
     """Bytes of the storages behind these tensors, each counted once; padding and neighbours in it count."""
     sizes = {}

@@ -97,6 +97,7 @@ def table(report: Mapping[str, Any]) -> str:
         f"{report['ns_steps']} Newton-Schulz steps; {report['sequences']} sequences of "
         f"{report['seq_len']} tokens a step; "
         f"FSDP2's transports: {report['fsdp2_transports']}. Times in ms: median (quartiles) of the slowest rank.",
+        _rates(report),
         f"`{report['command']}`",
         "",
         "| strategy | forward+backward | optimizer | step | communication alone, f+b / opt | resident MB | peak MB | "
@@ -115,6 +116,27 @@ def table(report: Mapping[str, Any]) -> str:
             for name, values in report["ratios"].items()
         ]
     return "\n".join(lines) + "\n"
+
+
+def _rates(report: Mapping[str, Any]) -> str:
+    """How much each rank computes while its link carries a byte, next to a GPU cluster's figure."""
+    flops = report["matmul_flops_per_rank"]
+    text = f"Matrix products: {flops / 1e9:.3g} GFLOP/s a rank, all at once."
+    if report["link_rate"] is None:
+        return text
+    link = link_bytes_per_second(report["link_rate"])
+    return (
+        f"{text} Over {link / 1e6:g} MB/s that is {flops / link:,.0f} FLOPs per byte (an A100's 312 TFLOP/s over "
+        "25 GB/s: 12,480)."
+    )
+
+
+def link_bytes_per_second(rate: str) -> float:
+    """Bytes per second of a rate in tc's spelling, such as 10mbit; ValueError for another unit than kbit to gbit."""
+    for unit, bits in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * bits / 8
+    raise ValueError(f"link rate {rate!r}: write it in kbit, mbit or gbit")
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_netlab import NETLAB, needs_network
-from tools import bench, bench_report
+from tools import bench, bench_report, performance_tables
 from tools.bench_measure import STRATEGIES, Measurements
 
 BENCH = Path(bench.__file__)
@@ -100,6 +100,7 @@ def test_under_netlab_wire_bytes_are_those_of_each_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["link_rate"] == "1gbit"
+    assert "FLOPs per byte" in (tmp_path / "bench.md").read_text()
     for entry in report["strategies"].values():
         logical = sum(phase["logical_bytes"] for phase in entry["collectives"].values())
         assert (
@@ -174,3 +175,19 @@ def test_ratios_need_ours() -> None:
     entry = bench_report.summarize([measurements(1)], shared_interface=False)
     assert bench_report.ratios({"ddp": entry}) == {}
     assert bench_report.ratios({"matrix_fsdp": entry, "ddp": entry})["ddp"]["step_ms"] == 1.0
+
+
+def test_link_rates_are_tc_s() -> None:
+    assert bench_report.link_bytes_per_second("10mbit") == 1.25e6
+    assert bench_report.link_bytes_per_second("2.5gbit") == 312.5e6
+    with pytest.raises(ValueError, match="10mbps"):
+        bench_report.link_bytes_per_second("10mbps")
+
+
+def test_every_table_of_the_document_has_its_place() -> None:
+    document = performance_tables.DOCUMENT.read_text()
+    for name in performance_tables.commands():
+        changed = performance_tables.insert(document, name, f"| {name} |")
+        assert f"<!-- table {name} -->\n| {name} |\n<!-- end {name} -->" in changed
+    with pytest.raises(ValueError, match="cpu-3"):
+        performance_tables.insert(document, "cpu-3", "| |")

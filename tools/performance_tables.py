@@ -1,0 +1,89 @@
+"""Take the tables of docs/performance.md anew, and write them into it.
+
+    python tools/performance_tables.py                 all of them (about an hour; on a machine that does nothing else)
+    python tools/performance_tables.py cpu-4 net-8-10mbit
+
+Owns the list of tables and the command of each; the text around the tables is written by hand. Every table goes
+between its own pair of markers. Next: `bench.py`, which measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+STRATEGIES = "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,zero1_owner,ddp"
+RATES = ("10mbit", "100mbit")
+
+
+def commands() -> dict[str, list[str]]:
+    """Name of a table -> the arguments after `python` that measure it, as the document shows them."""
+    tables = {}
+    for ranks in (2, 4, 8):
+        bench = ["tools/bench.py", "--config", "bench_cpu.toml", "--nproc", str(ranks)]
+        tables[f"cpu-{ranks}"] = [
+            *bench,
+            "--strategies",
+            STRATEGIES,
+            "--steps",
+            "12",
+            "--warmup",
+            "3",
+        ]
+    for rate in RATES:
+        for hosts in (2, 4, 8):
+            netlab = ["tools/netlab.py", "--nodes", str(hosts), "--rate", rate, "--", "python"]
+            bench = ["tools/bench.py", "--config", "bench_netlab.toml", "--strategies", STRATEGIES]
+            tables[f"net-{hosts}-{rate}"] = [*netlab, *bench, "--steps", "3", "--warmup", "1"]
+    return tables
+
+
+def insert(document: str, name: str, table: str) -> str:
+    """`document` with `table` between the markers of `name`; ValueError where they are missing."""
+    begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
+    if begin not in document or end not in document:
+        raise ValueError(f"{DOCUMENT.name} has no markers {begin} and {end}")
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    return pattern.sub(lambda _: f"{begin}\n{table.strip()}\n{end}", document)
+
+
+def measure(name: str, arguments: Sequence[str], folder: Path) -> str:
+    """Run one table's command; its Markdown."""
+    real = [sys.executable if word == "python" else word for word in arguments]
+    subprocess.run([sys.executable, *real, "--output", str(folder / name)], cwd=ROOT, check=True)
+    table = (folder / name / "bench.md").read_text()
+    shown = f"`python {' '.join(arguments)}`"
+    return (
+        re.sub(r"^`python .*`$", lambda _: shown, table, flags=re.MULTILINE)
+        .replace("# ", "**", 1)
+        .replace("\n", "**\n", 1)
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    tables = commands()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(tables)}; none: all")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "performance")
+    options = parser.parse_args(argv)
+    unknown = set(options.tables) - set(tables)
+    if unknown:
+        parser.error(
+            f"unknown tables {', '.join(sorted(unknown))}; choose from {', '.join(tables)}"
+        )
+    for name in options.tables or tables:
+        table = measure(name, tables[name], options.output.absolute())
+        DOCUMENT.write_text(insert(DOCUMENT.read_text(), name, table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
