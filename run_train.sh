@@ -49,7 +49,7 @@ else
   if [ "$gpus" -eq 0 ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" # one machine: no need for its host name to resolve
   fi
-  rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0) # port 0: any free one
+  rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # any free port
 fi
 
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which passes them on to every rank

@@ -183,6 +183,9 @@ def test_one_machine_without_gpu_runs_two_processes(launch: Launch) -> None:
     assert _value(arguments, "--nproc-per-node") == "2"
     assert _value(arguments, "--nnodes") == "1"
     assert _value(arguments, "--rdzv-endpoint").endswith(":0")
+    assert (
+        _value(arguments, "--local-addr") == "127.0.0.1"
+    )  # a host name that does not resolve would hang
     assert arguments[-3:] == [f"{launch.root}/train.py", "--job.description", "two words"]
 
 
