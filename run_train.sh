@@ -6,9 +6,10 @@
 #   NPROC          processes on this machine
 #   NNODES         machines (default SLURM_NNODES, or 1); if more than one, then also, on each:
 #   NODE_RANK      this machine's number from 0 (default SLURM_NODEID)
-#   MASTER_ADDR    host name or address of machine 0, MASTER_PORT a free port there (default 29500)
+#   MASTER_ADDR    host name or address of machine 0 (default the first of the Slurm job)
+#   MASTER_PORT    a free port there (default 29500)
 #   MAX_RESTARTS   how often a failed job starts again by itself (default 0); with checkpoint.enable it resumes
-#   MATRIXTITAN_PYTHON   the interpreter to build .venv with
+#   MATRIXTITAN_PYTHON   the interpreter to build .venv with, in spite of an active environment
 #
 # On several networks, NCCL_SOCKET_IFNAME (rendezvous, and data without InfiniBand) and GLOO_SOCKET_IFNAME (CPU traffic)
 # name the interface to use, NCCL_IB_HCA the InfiniBand adapters. They are passed on as they are. Told to end (SIGTERM),
@@ -40,6 +41,9 @@ nnodes="${NNODES:-${SLURM_NNODES:-1}}"
 if [ "$nnodes" -gt 1 ]; then
   node_rank="${NODE_RANK:-${SLURM_NODEID:-}}"
   [ -n "$node_rank" ] || fail "NNODES is $nnodes: set NODE_RANK to this machine's number, from 0"
+  if [ -z "${MASTER_ADDR:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+    MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+  fi
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES is $nnodes: set MASTER_ADDR to the host name or address of machine 0"
   rendezvous=(
     --nnodes "$nnodes" --node-rank "$node_rank"

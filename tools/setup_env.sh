@@ -1,8 +1,9 @@
 # Sourced by run_train.sh and tools/test.sh. Leaves $PYTHON: an interpreter that has the packages.
 #
-# ensure_environment LOCK_FILE MODULE...: uses an active environment that has torch as it is (clusters) and checks that it
-# has the modules; otherwise builds .venv once, under a lock while others wait. The stamp is written last, so what an
-# interrupted set-up left is cleared, and it holds the hashes of the lock files, so a changed one is installed.
+# ensure_environment LOCK_FILE MODULE...: uses an active environment that has torch as it is (clusters), if it has the
+# modules, and unless MATRIXTITAN_PYTHON names an interpreter to build .venv with. Otherwise builds .venv once, under a
+# lock while others wait. The stamp is written last, so what an interrupted set-up left is cleared, and it holds the
+# hashes of the lock files, so a changed one is installed.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -26,9 +27,20 @@ find_python() {
   fail "no Python 3.11 or newer found; install one, or set MATRIXTITAN_PYTHON to its path"
 }
 
+find_active_python() {
+  local candidate
+  for candidate in python python3; do
+    if "$candidate" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
 check_active_environment() {
   "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is used, but it lacks what is \
-named above: install that there, or deactivate the environment to let .venv be built"
+named above: install that there, or set MATRIXTITAN_PYTHON=python3.11 to build .venv instead"
 import importlib.metadata, importlib.util, sys
 lacks = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if sys.version_info < (3, 11):
@@ -49,9 +61,7 @@ is_set_up() {
 ensure_environment() {
   local lock_file="$1" wanted base
   shift
-  if command -v python >/dev/null &&
-    python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then
-    PYTHON="$(command -v python)"
+  if [ -z "${MATRIXTITAN_PYTHON:-}" ] && PYTHON="$(find_active_python)"; then
     check_active_environment "$@"
     return
   fi
@@ -74,7 +84,7 @@ ensure_environment() {
 }
 
 build_environment() {
-  local base="$1" lock_file="$2" wanted="$3" clear=--clear
+  local base="$1" lock_file="$2" wanted="$3" clear=--clear quiet
   cd "$root"
   echo "setting up .venv from $lock_file (first use, or the file changed); this takes minutes ..." >&2
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -84,7 +94,8 @@ build_environment() {
   fi
   rm -f .venv/installed
   "$base" -m venv $clear .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$lock_file" ||
+  [ -t 2 ] && quiet= || quiet=--quiet # progress bars are for terminals
+  .venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check -r "$lock_file" ||
     fail "pip could not install $lock_file (see above); run this again, or activate an environment with torch"
   echo "$wanted" >.venv/installed
 }

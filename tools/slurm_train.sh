@@ -12,4 +12,5 @@ set -euo pipefail
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # One task a machine: each starts the processes of its GPUs. SLURM_NNODES and SLURM_NODEID say which machine it is.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100 # of those 120 s: what ranks have to finish their step and save
 exec srun --kill-on-bad-exit=1 ./run_train.sh "$@"

@@ -19,6 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MATRIXTITAN_TEST_RUN"
+LAUNCH_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("NPROC", "NNODES", "NODE_RANK", "MAX_RESTARTS", "MATRIXTITAN_PYTHON"),
+)
 
 CONFIG = f"""
 [job]
@@ -59,8 +63,7 @@ class Runs:
         inherited = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "TORCHELASTIC_"))
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+            if not name.startswith(("SLURM_", "TORCHELASTIC_")) and name not in LAUNCH_VARIABLES
         }
         name, value = self.mark.split("=")
         mine = {

@@ -56,10 +56,11 @@ class Launch:
             "FAKE_LOG": str(self.log),
             "MATRIXTITAN_PYTHON": str(self.fake),
         }
-        self._put_on_path("python", "#!/bin/sh\nexit 1\n")  # an active environment without torch
-        self._put_on_path("nvidia-smi", "#!/bin/sh\nexit 9\n")  # and no GPU
+        for name in ("python", "python3"):  # an active environment without torch
+            self.put_on_path(name, "#!/bin/sh\nexit 1\n")
+        self.put_on_path("nvidia-smi", "#!/bin/sh\nexit 9\n")  # and no GPU
 
-    def _put_on_path(self, name: str, script: str) -> None:
+    def put_on_path(self, name: str, script: str) -> None:
         (self.bin / name).write_text(script)
         (self.bin / name).chmod(0o755)
 
@@ -142,8 +143,11 @@ def test_an_active_environment_with_torch_is_used(launch: Launch) -> None:
     (launch.bin / "python").write_text(
         FAKE_PYTHON.replace('"-c "*) ', '"-c "* | "- "*) exit 0 ;;\n  "-") ')
     )
+    del launch.environment["MATRIXTITAN_PYTHON"]
     assert launch.run("--print-config").stdout == "train.py --print-config\n"
     assert launch.installs() == []
+    assert launch.run("--print-config", MATRIXTITAN_PYTHON=str(launch.fake)).returncode == 0
+    assert launch.installs() == ["cleared", "pip requirements.lock"]
 
 
 def test_no_python_says_which_is_needed(launch: Launch) -> None:
@@ -211,6 +215,14 @@ def test_several_machines(launch: Launch, environment: dict[str, str]) -> None:
     assert _value(arguments, "--node-rank") == "1"
     assert _value(arguments, "--master-addr") == "host-a"
     assert _value(arguments, "--master-port") == "29500"
+
+
+def test_slurm_names_the_first_machine(launch: Launch) -> None:
+    launch.put_on_path(
+        "scontrol", '#!/bin/sh\n[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"\n'
+    )
+    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n[3-4]"}
+    assert _value(launch.arguments_of_torchrun(**slurm), "--master-addr") == "n3"
 
 
 @pytest.mark.parametrize(
