@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from matrixtitan.checkpoint import folder as folders
 from matrixtitan.checkpoint.collective import from_dcp, from_rank_0
@@ -51,36 +49,6 @@ def write_checkpoint(
                 written, ignore_errors=True
             )  # the space may be what was missing; the error says what failed
         raise
-
-
-def write_alone(
-    folder: Path,
-    step: int,
-    shapes: Tensors,
-    load: Callable[[str], Tensor],
-    side_files: Mapping[str, bytes],
-) -> Path:
-    """Write `step-N` from one process without process group, holding one tensor at a time.
-
-    `shapes` has a meta tensor for each key, and `load(key)` gives its values when their turn comes.
-    """
-    written = folders.writing_folder(folder, step)
-    _make_empty(written)
-    writer = ChecksummedWriter(written)
-    try:
-        dcp.save(dict(shapes), storage_writer=writer, planner=_LazyPlanner(load), no_dist=True)
-    except dcp.CheckpointException as error:
-        raise from_dcp(f"writing {written}", error) from error
-    return _complete(folder, step, Checksums(writer.chunks), side_files)
-
-
-class _LazyPlanner(dcp.DefaultSavePlanner):
-    def __init__(self, load: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._load = load
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._load(index.fqn)
 
 
 def _make_empty(path: Path) -> None:
