@@ -137,6 +137,9 @@ class OptimizerConfig:
     ns_dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "muon: dtype of the iterations; auto: bfloat16 on GPUs, float32 on CPUs"
     )
+    ns_batch: bool = key(
+        True, "muon: multiply equal shapes together where the table says; off where bits are compared"
+    )
     scale: Literal["original", "match_rms_adamw", "spectral"] = key(
         "original", "muon: how the rate depends on the shape"
     )
@@ -147,7 +150,9 @@ class OptimizerConfig:
     shampoo_beta: float = key(-1.0, "soap: decay of the factors; negative: the second beta")
     precondition_frequency: int = key(10, "shampoo, soap: steps between new roots or eigenbases")
     start_preconditioning_step: int = key(10, "shampoo: until then the grafted method runs alone")
-    max_precond_dim: int = key(8192, "shampoo, soap: a longer side is left without preconditioner")
+    max_precond_dim: int = key(
+        8192, "soap leaves a longer side without preconditioner, shampoo cuts it into blocks"
+    )
     graft: Literal["adam", "none"] = key("adam", "shampoo: whose step size the update takes")
     graft_beta: float = key(0.95, "shampoo: decay of the grafted method's second moment")
     graft_eps: float = key(1e-8, "shampoo: epsilon of the grafted method")
@@ -275,7 +280,7 @@ class ProfilingConfig:
 class ValidationConfig:
     enable: bool = key(False, "measure the loss on held-out data")
     freq: int = key(100, "steps between validations")
-    steps: int = key(10, "batches a rank reads each time; -1: all held-out data")
+    steps: int = key(10, "held-out global batches read each time; -1: all held-out data")
     local_batch_size: int | None = key(
         None, "sequences in one batch of one rank; none: training.local_batch_size"
     )
@@ -546,6 +551,8 @@ def _problems(config: Config) -> Iterator[str]:
         )
     if not 0 <= parallelism.dry_run_rank < max(1, parallelism.dry_run_world_size):
         yield f"parallelism.dry_run_rank {parallelism.dry_run_rank} is outside dry_run_world_size"
+    if parallelism.dry_run_world_size and config.checkpoint.enable:
+        yield "checkpoint.enable: a dry run (parallelism.dry_run_world_size) has no weights worth saving"
     total = schedule.total_steps if schedule.total_steps is not None else training.steps
     if total < training.steps:
         yield f"lr_scheduler.total_steps {total} ends before training.steps {training.steps}; raise it with the steps"

@@ -79,6 +79,7 @@ def plan_settings(config: Config) -> PlanSettings:
         ns_steps=optimizer.ns_steps,
         precondition_frequency=optimizer.precondition_frequency,
         max_precond_dim=optimizer.max_precond_dim,
+        shampoo_moments=int(optimizer.betas[0] > 0) + int(optimizer.graft == "adam"),
     )
 
 

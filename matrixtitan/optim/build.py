@@ -168,6 +168,7 @@ def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.op
             ns_steps=config.ns_steps,
             ns_coefficients=config.ns_coefficients,
             ns_dtype=config.ns_dtype,
+            batch=config.ns_batch,
             scale=config.scale,
         )
     if config.name == "adamw":
