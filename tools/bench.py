@@ -46,7 +46,7 @@ from tools.bench_measure import (
     wire_interface,
 )
 
-FREE_STEPS = 3
+FREE_STEPS = 2
 """Steps in one sample of `step_ms`: between two of them no rank waits for the others."""
 COMMUNICATION_REPEATS = 5
 """At most; no more than --steps."""
