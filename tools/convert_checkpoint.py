@@ -7,7 +7,8 @@
 
 The input's format is seen from its files. Start a run from the second with `--checkpoint.initial_load_path llama-8b`.
 Tensors go through one at a time, so memory stays near the largest one; only a torch.save file is made as a whole.
-Values are never rounded unless --dtype asks for it. No file read can run code. Next: `models/hf_llama.py`.
+Values are never rounded unless --dtype asks for it. No file read can run code. Needs the `tools` extra.
+Next: `models/hf_llama.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from matrixtitan.checkpoint.metadata import METADATA_FILE
 from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, find_checkpoint
 from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
-from matrixtitan.data.tokenizer import check_vocab, load_tokenizer
+from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from models import MODELS
 from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_hf_config
 from models.layers import RopeScaling
 from models.llama import Llama, LlamaFlavor
+from tools.hf_tokenizer import write_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -386,7 +388,10 @@ def write_torch(weights: Weights, output: Path) -> None:
 
 
 def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10**9) -> None:
-    """A folder for LlamaForCausalLM.from_pretrained, in files of at most `shard_bytes` where tensors allow it."""
+    """A folder for transformers' from_pretrained, with the tokenizer where it is known.
+
+    Files are of at most `shard_bytes`, but for a tensor that is larger.
+    """
     model, shapes = weights.model, weights.shapes
     sizes = {fqn: shape.numel() * weights.dtypes[fqn].itemsize for fqn, shape in shapes.items()}
     config = to_hf_config(
@@ -395,7 +400,8 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10*
         max_seq_len=model.max_seq_len,
         tie_embeddings=model.tie_embeddings,
     )
-    special_ids = _special_ids(model)
+    tokenizer = _tokenizer_of(model)
+    special_ids = _special_ids(model, tokenizer)
     dtype = str(weights.dtypes["tok_embeddings.weight"]).removeprefix("torch.")
     shards = _split(sizes, shard_bytes)
     names = [
@@ -404,6 +410,8 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10*
     ]
     with _in_place(output) as written:
         written.mkdir()
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, written, model.max_seq_len)
         for name, fqns in zip(names, shards, strict=True):
             _write_safetensors(written / name, weights, {fqn: shapes[fqn] for fqn in fqns})
         if len(shards) > 1:
@@ -417,17 +425,28 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10*
         (written / "generation_config.json").write_text(json.dumps(special_ids, indent=2))
 
 
-def _special_ids(model: LlamaModel) -> dict[str, Any]:
-    """Without them transformers takes 1 and 2, which are ordinary tokens here."""
-    if model.special_ids is not None:
-        return dict(model.special_ids)
+def _tokenizer_of(model: LlamaModel) -> Tokenizer | None:
+    """None if neither the input nor --tokenizer says which; ValueError if it is not there or another model's."""
+    if model.tokenizer_path is None:
+        return None
     try:
-        tokenizer = load_tokenizer(model.tokenizer_path or "")
+        tokenizer = load_tokenizer(model.tokenizer_path)
         check_vocab(tokenizer, model.vocab_size)
     except ValueError as error:
         raise ValueError(
             f"the model's tokenizer is not there; give its rank file with --tokenizer. {error}"
         ) from error
+    return tokenizer
+
+
+def _special_ids(model: LlamaModel, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Without them transformers takes 1 and 2, which are ordinary tokens here."""
+    if model.special_ids is not None:
+        return dict(model.special_ids)
+    if tokenizer is None:
+        raise ValueError(
+            "the input does not name its tokenizer: give its rank file with --tokenizer"
+        )
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
@@ -493,6 +512,10 @@ def convert(options: argparse.Namespace) -> str:
             f"its shape is --model.flavor {flavor}"
             if flavor
             else f"to train from it, add its shape to models/llama.py: {weights.model.flavor}"
+        )
+    if options.to == "huggingface" and weights.model.tokenizer_path is None:
+        lines.append(
+            "no tokenizer is written: the input names none (--tokenizer gives its rank file)"
         )
     return "\n".join(lines)
 

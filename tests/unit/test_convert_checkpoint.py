@@ -21,6 +21,13 @@ from matrixtitan.checkpoint.reading import CONFIG_FILE, META_FILE
 from matrixtitan.checkpoint.row_segment import RowSegment
 from matrixtitan.checkpoint.writing import write_checkpoint
 from matrixtitan.config import CheckpointConfig, Config, JobConfig, ModelConfig, TrainingConfig
+from matrixtitan.data.tokenizer import (
+    LLAMA3_PATTERN,
+    Family,
+    Tokenizer,
+    load_tokenizer,
+    write_ranks,
+)
 from matrixtitan.local_param import LocalParam
 from models.layers import RopeScaling
 from models.llama import LLAMA3_FLAVORS, LlamaFlavor
@@ -34,6 +41,7 @@ from tools.convert_checkpoint import (
     write_matrixtitan,
     write_torch,
 )
+from tools.hf_tokenizer import write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -49,9 +57,7 @@ SPECIAL_IDS = {"bos_token_id": 59, "eos_token_id": 60}
 
 def weights_of(flavor: LlamaFlavor, dtype: torch.dtype = torch.float32) -> Weights:
     """A model with random weights, norms too."""
-    model = LlamaModel(
-        flavor, VOCAB, SEQ_LEN, flavor.tie_embeddings, tokenizer_path="", special_ids=SPECIAL_IDS
-    )
+    model = LlamaModel(flavor, VOCAB, SEQ_LEN, flavor.tie_embeddings, special_ids=SPECIAL_IDS)
     net = model.build().to(dtype)
     values = {}
     for number, (fqn, param) in enumerate(net.named_parameters()):
@@ -100,7 +106,7 @@ def test_round_trip_through_all_formats_is_exact(
     main([str(tmp_path / "file.pt"), str(tmp_path / "again"), "--to", "matrixtitan"])
     again = open_weights(tmp_path / "again")
     assert_same(again, weights)
-    assert again.model == dataclasses.replace(weights.model, tokenizer_path=None)
+    assert again.model == weights.model
 
 
 @pytest.mark.parametrize("flavor", [UNTIED, TIED], ids=["untied", "tied"])
@@ -218,6 +224,30 @@ def test_a_runs_checkpoint_becomes_a_transformers_model(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens()).logits, net(tokens()), atol=1e-4, rtol=0)
     assert theirs.generation_config.eos_token_id == 4095  # the embedded tokenizer's
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (fast.bos_token_id, fast.eos_token_id, len(fast)) == (4094, 4095, 4096)
+
+
+@pytest.mark.parametrize(
+    "text", [Path(__file__).read_text(), "naïve 日本語 \U0001f600\r\n\t 12345  x", ""]
+)
+def test_the_tokenizer_gives_the_same_ids(text: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    write_tokenizer(tokenizer, tmp_path, SEQ_LEN)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(text, bos=True)
+    assert fast(text)["input_ids"] == ids
+    assert fast.decode(ids, skip_special_tokens=True) == text
+
+
+def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    rank_file = tmp_path / "bytes.tiktoken"
+    write_ranks(rank_file, list(ranks))
+    family = Family("gap", LLAMA3_PATTERN, {"<|b|>": 300, "<|e|>": 301}, "<|b|>", "<|e|>")
+    write_tokenizer(Tokenizer(ranks, family, str(rank_file)), tmp_path, SEQ_LEN)
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert fast("ab<|e|>")["input_ids"] == [300, 97, 98, 301]
 
 
 class FakeStrategy:
@@ -297,7 +327,7 @@ class PeakMemory:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
-    flavor = LlamaFlavor(384, 24, 4, 4, 1024)  # 42M parameters, the largest tensor 1.6 MB
+    flavor = LlamaFlavor(384, 16, 4, 4, 1024)  # 28M parameters, the largest tensor 1.6 MB
     model = LlamaModel(flavor, VOCAB, SEQ_LEN, False, special_ids=SPECIAL_IDS)
     with torch.device("meta"):
         names = [fqn for fqn, _ in model.build().named_parameters()]
@@ -312,7 +342,7 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     for name, step in steps.items():
         with PeakMemory() as memory:
             step()
-        assert memory.peak < total / 5, f"{name}: {memory.peak / 1e6:.0f} of {total / 1e6:.0f} MB"
+        assert memory.peak < total / 4, f"{name}: {memory.peak / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
 # --- what cannot be converted ----------------------------------------------------------------------------------------
@@ -467,6 +497,9 @@ def test_a_tokenizer_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
     weights = weights_of(UNTIED)
     model = dataclasses.replace(weights.model, special_ids=None, tokenizer_path="/gone/ranks")
     with pytest.raises(ValueError, match=r"--tokenizer.*/gone/ranks"):
+        write_huggingface(dataclasses.replace(weights, model=model), tmp_path / "hf")
+    model = dataclasses.replace(model, tokenizer_path=None)
+    with pytest.raises(ValueError, match="--tokenizer"):
         write_huggingface(dataclasses.replace(weights, model=model), tmp_path / "hf")
     model = dataclasses.replace(model, tokenizer_path="")  # 4,096 tokens: another model's
     with pytest.raises(ValueError, match=r"--tokenizer.*vocabulary 61"):

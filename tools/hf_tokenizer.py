@@ -1,0 +1,70 @@
+"""A rank file's tokenizer as Hugging Face's: tokenizer.json and tokenizer_config.json, the same ids for any text.
+
+Owns that translation alone; `convert_checkpoint.py` writes it beside the weights. Needs the `tokenizers` package.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matrixtitan.data.tokenizer import Tokenizer, read_ranks
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None:
+    """Write both files to `folder`, for AutoTokenizer. BOS is put before a text, as documents begin in training.
+
+    Unlike in training, the text of a special token becomes that token: so do chat templates and prompts use it.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as FastTokenizer
+
+    family = tokenizer.family
+    vocabulary, merges = vocabulary_and_merges(read_ranks(Path(tokenizer.path)))
+    # Special tokens are in the vocabulary too, which gives them their ids, gaps or not.
+    model = models.BPE({**vocabulary, **family.special_tokens}, merges, ignore_merges=True)
+    fast = FastTokenizer(model)
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(family.pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in family.special_tokens]
+    )
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{family.bos} $A", special_tokens=[(family.bos, tokenizer.bos_id)]
+    )
+    fast.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": family.bos,
+        "eos_token": family.eos,
+        "model_max_length": max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def vocabulary_and_merges(
+    ranks: dict[bytes, int],
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens as printable characters, and every pair that makes one, in the order in which pairs are merged."""
+    characters = _characters_of_bytes()
+    spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = [
+        (spelled[token[:cut]], spelled[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    return {spelled[token]: rank for token, rank in ranks.items()}, merges
+
+
+def _characters_of_bytes() -> list[str]:
+    """Byte-level BPE writes a byte as its own character where that is printable, else as the next from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
