@@ -30,9 +30,10 @@ from matrixtitan.data.dataloader import (
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
-from matrixtitan.metrics import Metrics
+from matrixtitan.metrics import Metrics, memory_figures
 from matrixtitan.optim.lr_schedule import LRSchedule
-from matrixtitan.parallelize import dtype_of, parallelize
+from matrixtitan.parallelize import dtype_of, parallelize, plan_settings
+from matrixtitan.plan.cost import rank_bytes
 from matrixtitan.profiler import Profiler
 from models import build_model
 from models.output_head import IGNORE_INDEX
@@ -222,6 +223,8 @@ class Trainer:
                     self.world.set_timeout(self.config.comm.train_timeout_seconds)
                 if training.gc_freq and step % training.gc_freq == 0:
                     gc.collect()
+        if self.config.parallelism.dry_run_world_size:
+            self._report_dry_run()
 
     def _forward_backward(self) -> Tensor:
         """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
@@ -251,6 +254,25 @@ class Trainer:
                 self._on_nonfinite(step, loss, grad_norm)
             self.strategy.model.zero_grad(set_to_none=True)
         return grad_norm
+
+    def _report_dry_run(self) -> None:
+        """What the rank that was run keeps for good, measured on its tensors, and the plan's word for it."""
+        params = [param.tensor for param in self.strategy.stepped_parameters()]
+        state = [state.tensor for state in self.optimizers.state_tensors()]
+        kept = sum(tensor.nbytes for tensor in params), sum(tensor.nbytes for tensor in state)
+        planned = ""
+        if self.plan is not None:
+            resident = rank_bytes(self.plan, plan_settings(self.config))[self.world.rank]
+            planned = f"; planned in all: {resident.total:,} bytes"
+        logger.info(
+            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; peaks: %s",
+            self.world.rank,
+            self.world.size,
+            f"{kept[0]:,}",
+            f"{kept[1]:,}",
+            planned,
+            memory_figures(self.device),
+        )
 
     def _zero_gradients(self) -> float:
         """In a dry run no other rank sends anything, so values mean nothing; zeros keep every optimizer going."""

@@ -21,7 +21,7 @@ from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.param import ShardedParam, Slot
 from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.streams import Channel
-from matrixtitan.fsdp.transports import Grouped, Star, Transport
+from matrixtitan.fsdp.transports import DryRun, Grouped, Star, Transport
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.local_param import LocalParam
 from matrixtitan.plan.cost import choose_transport
@@ -369,8 +369,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _transport_class(name: str, world_size: int, backend: str) -> type[Transport]:
-    if backend == "fake":  # a dry run: nothing travels
-        return Grouped
+    if backend == "fake":
+        return DryRun
     if name == "auto":
         # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
