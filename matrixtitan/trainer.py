@@ -265,7 +265,7 @@ class Trainer:
             resident = rank_bytes(self.plan, plan_settings(self.config))[self.world.rank]
             planned = f"; planned in all: {resident.total:,} bytes"
         logger.info(
-            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; peaks: %s",
+            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; peak %s",
             self.world.rank,
             self.world.size,
             f"{kept[0]:,}",
