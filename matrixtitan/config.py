@@ -138,7 +138,8 @@ class OptimizerConfig:
         "auto", "muon: dtype of the iterations; auto: bfloat16 on GPUs, float32 on CPUs"
     )
     ns_batch: bool = key(
-        True, "muon: multiply equal shapes together where the table says; off where bits are compared"
+        True,
+        "muon: multiply equal shapes together where the table says; off where bits are compared",
     )
     scale: Literal["original", "match_rms_adamw", "spectral"] = key(
         "original", "muon: how the rate depends on the shape"

@@ -187,9 +187,8 @@ def test_one_machine_without_gpu_runs_two_processes(launch: Launch) -> None:
     assert _value(arguments, "--nproc-per-node") == "2"
     assert _value(arguments, "--nnodes") == "1"
     assert _value(arguments, "--rdzv-endpoint").endswith(":0")
-    assert (
-        _value(arguments, "--local-addr") == "127.0.0.1"
-    )  # a host name that does not resolve would hang
+    # a host name that does not resolve would hang the rendezvous
+    assert _value(arguments, "--local-addr") == "127.0.0.1"
     assert arguments[-3:] == [f"{launch.root}/train.py", "--job.description", "two words"]
 
 
