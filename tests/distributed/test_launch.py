@@ -47,7 +47,7 @@ log_freq = 1
 enable_tensorboard = false
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 class Runs:
@@ -137,7 +137,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 def test_trains_on_two_processes_in_the_folder_of_the_caller(runs: Runs) -> None:
     process = runs.start("--training.steps", "2")
-    assert runs.finish(process, 120) == 0, runs.log(process)
+    assert runs.finish(process, 150) == 0, runs.log(process)
     assert "2 ranks" in runs.log(process)
     assert "step 2/2" in runs.log(process)
     assert (runs.folder / "out/config.toml").is_file()
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_all_ranks_promptly(runs: Runs, to: str) -> None:
     assert len(runs.alive()) >= 3
     send = os.killpg if to == "group" else os.kill
     send(process.pid, signal.SIGINT)
-    assert runs.finish(process, 10) != 0
+    assert runs.finish(process, 20) != 0  # torchrun would kill a rank that hangs after 30
     assert runs.none_left(within=2), runs.alive().keys()
 
 
@@ -176,7 +176,7 @@ def test_two_machines_of_two_processes_train_together(runs: Runs) -> None:
         runs.start(SLURM_NODEID="1", **together),
     ]
     for machine in machines:
-        assert runs.finish(machine, 120) == 0, "\n".join(map(runs.log, machines))
+        assert runs.finish(machine, 150) == 0, "\n".join(map(runs.log, machines))
     assert "4 ranks" in runs.log(machines[0])
     assert "step 2/2" in runs.log(machines[0])
 
