@@ -175,7 +175,7 @@ def _open_torch(path: Path) -> Weights:
             f"{path} cannot be read as a torch.save file of plain tensors; a file that needs any other class is not "
             "read, since that could run code"
         ) from error
-    if not isinstance(content, dict) or not {"model", "config"} <= content.keys():
+    if not _is_model_file(content):
         raise ValueError(
             f'{path} must hold {{"model": {{name: tensor}}, "config": ...}}, as this tool writes it: tensors alone do '
             "not tell a model's number of heads"
@@ -185,6 +185,15 @@ def _open_torch(path: Path) -> Weights:
     dtypes = {fqn: tensor.dtype for fqn, tensor in tensors.items()}
     model = _model_of(content["config"], shapes, path)
     return _checked(Weights(model, dtypes, tensors.__getitem__), shapes, path)
+
+
+def _is_model_file(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and {"model", "config"} <= content.keys()
+        and isinstance(content["model"], dict)
+        and all(isinstance(value, Tensor) for value in content["model"].values())
+    )
 
 
 def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> LlamaModel:
@@ -278,13 +287,16 @@ def _safetensors(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: a Hugging Face model has one") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no table of keys")
+    return content
 
 
 def _checked(weights: Weights, stored: Mapping[str, torch.Size], where: Path) -> Weights:

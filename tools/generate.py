@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="to compute in")
     try:
         print(run(parser.parse_args(argv)))
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

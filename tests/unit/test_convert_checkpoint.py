@@ -395,6 +395,10 @@ def test_missing_files_are_named(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no file '{shard.name}'"):
         open_weights(hf)
     (tmp_path / "kept").rename(shard)
+    config = (hf / "config.json").read_text()
+    (hf / "config.json").write_text(config[:-2])
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        open_weights(hf)
     (hf / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         open_weights(hf)
@@ -469,6 +473,9 @@ def test_torch_files_of_other_contents_are_refused(tmp_path: Path) -> None:
     torch.save(weights_of(UNTIED).read("tok_embeddings.weight"), tmp_path / "tensor.pt")
     with pytest.raises(ValueError, match="must hold"):
         open_weights(tmp_path / "tensor.pt")
+    torch.save({"model": {"w": 3}, "config": {}}, tmp_path / "number.pt")
+    with pytest.raises(ValueError, match="must hold"):
+        open_weights(tmp_path / "number.pt")
     torch.save({"model": {"w": torch.ones(2)}, "config": {}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"no tok_embeddings\.weight"):
         open_weights(tmp_path / "other.pt")
