@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from matrixtitan.fsdp import MatrixFSDP, fully_shard
+from matrixtitan.fsdp.api import TRANSPORTS
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
@@ -156,3 +157,24 @@ def test_matches_plain_training(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_matches_plain_training_with_replicas(case: str) -> None:
     run_distributed(toy_case, 4, {**CASES[case], "replicas": 2})
+
+
+def losses_of_a_run(transport: str) -> list[float]:
+    model = make_toy()
+    sharded = fully_shard(
+        model,
+        units=toy_units(),
+        tail_patterns=("head.weight",),
+        transport=transport,
+        gradient_reduction="sum",
+    )
+    losses = train_sharded(model, sharded)
+    sharded.close()
+    return losses
+
+
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+def test_two_runs_have_the_same_bits(transport: str) -> None:
+    assert run_distributed(losses_of_a_run, 3, transport) == run_distributed(
+        losses_of_a_run, 3, transport
+    )

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from matrixtitan.activation_checkpoint import apply_activation_checkpointing
+from matrixtitan.config import ActivationCheckpointConfig
 from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard
+from models import build_model
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
@@ -241,6 +244,29 @@ def step_without_backward(replicas: int) -> None:
         torch.testing.assert_close(model(my_share(0)[0]), plain(my_share(0)[0]))
 
 
+def compiled_selective_llama(replicas: int) -> None:
+    """This repo's own model, with selective checkpointing inside compiled blocks, tied and untied."""
+    for tied in (False, True):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = build_model(
+                "llama3", "netlab", vocab_size=24, max_seq_len=8, tie_embeddings=tied
+            )
+            model.init_weights(0)
+            apply_activation_checkpointing(model, ActivationCheckpointConfig(mode="selective"))
+            models.append(model)
+        plain, model = models
+        for block in model.layers.values():
+            block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        sharded = shard(
+            model, replicas, units=model.unit_names(), tail_patterns=model.tail_patterns
+        )
+        plain(*batch(0, ROWS)).backward()
+        model(*my_share(0)).backward()
+        check_gradients(sharded, plain)
+
+
 class Out(NamedTuple):
     value: Tensor
     extra: dict[str, Tensor]
@@ -322,6 +348,7 @@ FEATURES = [
     evaluation_between,
     state_dict_reloaded,
     step_without_backward,
+    compiled_selective_llama,
     structured_inputs_and_outputs,
     mixed_precision,
 ]
