@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.checkpoint.collective import from_rank_0, together
+from matrixtitan.checkpoint.collective import describe, from_rank_0, together
 from matrixtitan.checkpoint.config_changes import check_config
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
@@ -122,12 +122,11 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as failure:
+        except Exception as failure:
             if error is None:
                 raise
-            logger.error(
-                "the checkpoint being saved was lost too: %s", failure
-            )  # the first error is the one to raise
+            # The first error is the one to raise: often it is why this one came.
+            logger.error("the checkpoint being saved is lost too: %s", describe(failure))
 
     def close(self) -> None:
         """Wait for a save under way; raise its failure according to checkpoint.on_error."""
