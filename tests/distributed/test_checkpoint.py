@@ -28,7 +28,7 @@ from matrixtitan.checkpoint import folder as folders
 from matrixtitan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
-from tests.lib.kill_saves import kill_and_resume
+from tests.lib.kill_saves import kill_and_resume, save_forever
 
 
 def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **keys: Any) -> list[Any]:
@@ -289,6 +289,20 @@ def test_a_write_that_fails_on_one_rank_is_everyones_error(
     assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-6"]
 
 
+def folder_that_cannot_be(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make(f"{folder}/file")
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_everyones_error_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    messages = on_ranks(folder_that_cannot_be, 2, str(tmp_path))
+    assert all(
+        "Not a directory" in message and "checkpoint.folder" in message for message in messages
+    )
+
+
 def different_folders(folder: str) -> str:
     checkpointer_module.PROBE_SECONDS = 0.2
     with pytest.raises(CheckpointError) as caught:
@@ -437,6 +451,6 @@ def test_a_signal_to_one_rank_is_agreed_on_by_all(tmp_path: Path) -> None:
 
 
 def test_killed_in_the_middle_of_saves_nothing_complete_is_lost(tmp_path: Path) -> None:
-    report = kill_and_resume(tmp_path, rounds=4, world_size=2, seed=0)
+    report = kill_and_resume(save_forever, tmp_path, rounds=4, world_size=2, seed=0)
     assert report.rounds == 4
     assert report.last_step > 4
