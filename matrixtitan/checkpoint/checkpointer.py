@@ -59,16 +59,16 @@ from matrixtitan.strategies.base import DataParallel
 logger = get_logger()
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COLLECTIVE_TIMEOUT = timedelta(hours=2)  # how long a rank waits for another's slow disk
-PROBE_SECONDS = (
-    10.0  # network file systems may show a new file to other machines only after some seconds
-)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for another's slow disk."""
+PROBE_SECONDS = 10.0
+"""A network file system may show a new file to other machines only after some seconds."""
 
 
 class Checkpointer:
     """Use it as a context manager, so that a background save ends before the process group does.
 
-    With `checkpoint.enable` false it loads and saves nothing. Making one is collective, as are all methods but
+    With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all methods but
     `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
 
     ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
@@ -90,24 +90,21 @@ class Checkpointer:
         self._optimizers = optimizers
         self._plan = plan
         self._saving: Future[Path] | None = None
-        self._saved_step: int | None = None
         self._preemption: Preemption | None = None
         self._stager: HostStager | None = None
-        if not config.enable:
-            if config.initial_load_path:
-                raise ValueError(
-                    "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
-                )
+        if config.initial_load_path and not config.enable:
+            raise ValueError(
+                "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
+            )
+        self._enabled = config.enable and not run.parallelism.dry_run_world_size
+        if not self._enabled:
             return
         if config.async_mode != "disabled":
             self._stager = HostStager(pinned=config.async_mode == "async_with_pinned_mem")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(
-            backend="gloo", timeout=COLLECTIVE_TIMEOUT
-        )  # what is saved or loaded
-        self._control = dist.new_group(
-            backend="gloo"
-        )  # what the main thread asks while a save is under way
+        # One group for what is saved or loaded, one for what is asked while a save is under way.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._control = dist.new_group(backend="gloo")
         self._open_folder()
         self._preemption = Preemption()
 
@@ -137,13 +134,13 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def is_save_step(self, step: int, last: bool = False) -> bool:
-        return self.config.enable and (last or step % self.config.interval == 0)
+        return self._enabled and (last or step % self.config.interval == 0)
 
     def maybe_save(
         self, step: int, state: TrainState, last: bool = False, now: bool = False
     ) -> float | None:
         """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
-        if not self.is_save_step(step, last) and not (now and self.config.enable):
+        if not self.is_save_step(step, last) and not (now and self._enabled):
             return None
         return self.save(step, state, last, now)
 
@@ -220,6 +217,7 @@ class Checkpointer:
                     f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}"
                 )
             return cast_floating(weights, EXPORT_DTYPES[dtype])
+        self._optimizers.allocate_state()  # also of what has had no gradient yet: a load wants all
         tensors = {
             **weights,
             **optimizer_tensors(
@@ -275,7 +273,7 @@ class Checkpointer:
 
         None if there is nothing to load, or only weights. Weights and optimizer state are filled in place.
         """
-        if not self.config.enable:
+        if not self._enabled:
             return None
         self.wait()
         complete, incomplete = from_rank_0(

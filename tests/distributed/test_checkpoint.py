@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
+from matrixtitan.config import ParallelismConfig
 from matrixtitan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
@@ -287,6 +288,24 @@ def test_a_write_that_fails_on_one_rank_is_everyones_error(
     else:
         assert messages == ["", ""]
     assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-6"]
+
+
+def save_nothing(folder: str) -> list[str]:
+    config = run_config(folder)
+    dry = dataclasses.replace(config, parallelism=ParallelismConfig(dry_run_world_size=64))
+    off = run_config(folder, enable=False)
+    for run_of in (dry, off):
+        run = FakeRun(0, 1)
+        with Checkpointer(run_of.checkpoint, run_of, run, run) as checkpointer:  # type: ignore[arg-type]
+            assert checkpointer.load() is None
+            assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
+            assert not checkpointer.preempted()
+            checkpointer.check_failure()
+    return os.listdir(folder)
+
+
+def test_without_checkpoints_and_in_a_dry_run_nothing_is_written(tmp_path: Path) -> None:
+    assert on_ranks(save_nothing, 1, str(tmp_path)) == [[]]
 
 
 def folder_that_cannot_be(folder: str) -> str:
