@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 STRATEGIES = "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,zero1_owner,ddp"
-RATES = ("10mbit", "100mbit")
+RATES = ("10mbit", "200mbit")
 
 
 def commands() -> dict[str, list[str]]:

@@ -57,8 +57,7 @@ class SourceStreams(NamedTuple):
 
 
 def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
-    """The streams of every source, tokenised first where they are not yet. All "
-    "processes may call this at once."""
+    """The streams of every source, tokenised first where they are not yet. All processes may call this at once."""
     if not data.sources:
         raise ValueError(
             'data.sources is empty: name at least one source, such as {type = "python_stdlib"}'

@@ -376,7 +376,9 @@ def choose_transport(
     if backend == "nccl":
         return "grouped"
     if backend != "gloo":
-        raise ValueError(f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport")
+        raise ValueError(
+            f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport"
+        )
     return "ring" if ranks_per_host is not None and world_size > ranks_per_host else "star"
 
 

@@ -122,7 +122,7 @@ def test_config_of_another_model_is_refused(key: str, value: object) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="layers.0.attention.bias"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.bias"):
         hf_name("layers.0.attention.bias")
-    with pytest.raises(ValueError, match="q_proj.bias"):
+    with pytest.raises(ValueError, match=r"q_proj\.bias"):
         fqn_of("model.layers.0.self_attn.q_proj.bias")

@@ -244,7 +244,7 @@ def test_wrong_rows_and_unknown_names_are_refused() -> None:
     model = _small()
     with pytest.raises(ValueError, match=r"rows \[40, 60\)"):
         model.init_rows("tok_embeddings.weight", (50, 32), 40, torch.empty(20, 32), seed=0)
-    with pytest.raises(ValueError, match="layers.0.attention.wz.weight"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.wz\.weight"):
         model.init_rows("layers.0.attention.wz.weight", (4, 4), 0, torch.empty(4, 4), seed=0)
 
 
