@@ -68,8 +68,8 @@ PROBE_SECONDS = 10.0
 class Checkpointer:
     """Use it as a context manager, so that a background save ends before the process group does.
 
-    With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all methods but
-    `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
+    With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all
+    methods but `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
 
     ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
     always on all ranks.
