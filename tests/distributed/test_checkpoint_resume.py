@@ -41,7 +41,7 @@ OPTIMIZERS = {
 }
 
 
-def config_of(folder: Path, optimizer: str, replicas: int = 1) -> Config:
+def config_of(folder: Path, optimizer: str, world_size: int, replicas: int = 1) -> Config:
     return Config(
         job=JobConfig(dump_folder=str(folder / optimizer)),
         data=DataConfig(
@@ -51,7 +51,7 @@ def config_of(folder: Path, optimizer: str, replicas: int = 1) -> Config:
         ),
         training=TrainingConfig(
             global_batch_size=24,
-            local_batch_size=1,
+            local_batch_size=24 // world_size,  # one microbatch: fewer collectives, a faster test
             seq_len=16,
             steps=STEPS,
             mixed_precision_param="float32",
@@ -95,7 +95,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(workplace: Path) -> dict[str, list[float]]:
     """Losses of runs on 4 ranks, which leave checkpoints of step SAVED_AT."""
-    configs = [config_of(workplace / "whole", optimizer) for optimizer in OPTIMIZERS]
+    configs = [config_of(workplace / "whole", optimizer, 4) for optimizer in OPTIMIZERS]
     losses = run_distributed(losses_of, 4, *configs, timeout=150)[0]
     return dict(zip(OPTIMIZERS, losses, strict=True))
 
@@ -108,7 +108,9 @@ def resumed(
             workplace / "whole" / optimizer / "checkpoint" / f"step-{SAVED_AT}",
             workplace / name / optimizer / "checkpoint" / f"step-{SAVED_AT}",
         )
-    configs = [config_of(workplace / name, optimizer, replicas) for optimizer in optimizers]
+    configs = [
+        config_of(workplace / name, optimizer, world_size, replicas) for optimizer in optimizers
+    ]
     configs = [replace(c, checkpoint=replace(c.checkpoint, interval=1000)) for c in configs]
     losses = run_distributed(losses_of, world_size, *configs, timeout=150)[0]
     return dict(zip(optimizers, losses, strict=True))
