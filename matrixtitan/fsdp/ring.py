@@ -12,20 +12,18 @@ order: two runs give the same bits.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from matrixtitan.fsdp.background import Background, chunks
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece, Transport
 
-CHUNK_BYTES = 256 * 1024
 POSTED_AHEAD = 8
 """Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
 
@@ -39,36 +37,29 @@ class Ring(Transport):
         super().__init__(group)
         self._left = (self.rank - 1) % self.world_size
         self._right = (self.rank + 1) % self.world_size
-        self._thread: _Worker | None = None
+        self._background = Background(f"ring of rank {self.rank}")
 
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._submit(lambda: self._unshard(pieces))]
+        return [self._background.submit(lambda: self._unshard(pieces))]
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._submit(lambda: self._reduce(pieces))]
+        return [self._background.submit(lambda: self._reduce(pieces))]
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
-
-    def _submit(self, task: Callable[[], None]) -> Work:
-        if self._thread is None:
-            self._thread = _Worker(f"ring of rank {self.rank}")
-        return self._thread.submit(task)
+        self._background.close()
 
     def _unshard(self, pieces: Sequence[Piece]) -> None:
-        chunks = _chunks_by_owner(pieces, self.world_size)
+        by_owner = _chunks_by_owner(pieces, self.world_size)
         incoming = [
             (owner, chunk)
             for owner in self._owners_back_from(self._left)
             if owner != self.rank
-            for chunk in chunks[owner]
+            for chunk in by_owner[owner]
         ]
         receives = [
             dist.irecv(chunk, group=self.group, group_src=self._left) for _, chunk in incoming
         ]
-        sends = [self._send(chunk) for chunk in chunks[self.rank]]
+        sends = [self._send(chunk) for chunk in by_owner[self.rank]]
         for (owner, chunk), receive in zip(incoming, receives, strict=True):
             _wait(receive)
             if owner != self._right:
@@ -77,14 +68,14 @@ class Ring(Transport):
             _wait(send)
 
     def _reduce(self, pieces: Sequence[Piece]) -> None:
-        chunks = _chunks_by_owner(pieces, self.world_size)
-        sends = [self._send(chunk) for chunk in chunks[self._left]]  # sums that start here
+        by_owner = _chunks_by_owner(pieces, self.world_size)
+        sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
         incoming = iter(
             [
                 (owner, mine)
                 for owner in self._owners_back_from((self.rank - 2) % self.world_size)
                 if owner != self._left
-                for mine in chunks[owner]
+                for mine in by_owner[owner]
             ]
         )
         posted: deque[tuple[int, Tensor, Tensor, Work | None]] = deque()
@@ -115,52 +106,12 @@ class Ring(Transport):
 
 
 def _chunks_by_owner(pieces: Sequence[Piece], world_size: int) -> list[list[Tensor]]:
-    chunks: list[list[Tensor]] = [[] for _ in range(world_size)]
+    by_owner: list[list[Tensor]] = [[] for _ in range(world_size)]
     for owner, tensor in pieces:
-        chunks[owner] += tensor.split(max(1, CHUNK_BYTES // tensor.itemsize))
-    return chunks
+        by_owner[owner] += chunks(tensor)
+    return by_owner
 
 
 def _wait(work: Work | None) -> None:
     assert work is not None, "this rank is not in the group"
     work.wait()
-
-
-class _Task:
-    """A result to come; `wait` re-raises what the thread met."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise RuntimeError(str(self.error)) from self.error
-
-
-class _Worker:
-    """One thread that runs tasks in order. A daemon, so that a dead peer cannot keep this process from ending."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, run: Callable[[], None]) -> _Task:
-        task = _Task(run)
-        self._tasks.put(task)
-        return task
-
-    def stop(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task.run()
-            except BaseException as error:  # handed to the waiting thread
-                task.error = error
-            task.done.set()

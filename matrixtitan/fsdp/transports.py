@@ -9,14 +9,20 @@ same order on every rank. Ranks are group ranks throughout. `plan/cost.py` has t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from matrixtitan.fsdp.background import Background, chunks
 from matrixtitan.fsdp.streams import Work
+
+POSTED_AHEAD = 4
+"""Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
 
 
 class Piece(NamedTuple):
@@ -76,41 +82,80 @@ class Grouped(Transport):
 
 
 class Star(Transport):
-    """Owners send to every peer; for a reduction every peer sends to the owner, which adds in rank order."""
+    """Owners send to every peer; in a reduction peers send to the owner, which adds them to its own in rank order."""
 
     name = "star"
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._background = Background(f"star of rank {self.rank}")
+
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         messages = []
-        for tag, (owner, tensor) in enumerate(pieces):
+        for owner, tensor in pieces:
             if owner == self.rank:
                 # each owner starts with its right-hand neighbour, so that senders spread over receivers
                 messages += [
-                    _Message(dist.isend, tensor, (self.rank + step) % self.world_size, tag)
+                    _Message(dist.isend, tensor, (self.rank + step) % self.world_size)
                     for step in range(1, self.world_size)
                 ]
             else:
-                messages.append(_Message(dist.irecv, tensor, owner, tag))
+                messages.append(_Message(dist.irecv, tensor, owner))
         return self._exchange(messages)
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        messages = []
-        sums: list[tuple[Tensor, list[Tensor]]] = []
-        for tag, (owner, tensor) in enumerate(pieces):
-            if owner != self.rank:
-                messages.append(_Message(dist.isend, tensor, owner, tag))
-                continue
-            received = [
-                tensor if peer == self.rank else torch.empty_like(tensor)
-                for peer in range(self.world_size)
-            ]
-            messages += [
-                _Message(dist.irecv, received[peer], peer, tag)
-                for peer in range(self.world_size)
-                if peer != self.rank
-            ]
-            sums.append((tensor, received))
-        return [_SumAfter(self._exchange(messages), sums)]
+        mine = [tensor for owner, tensor in pieces if owner == self.rank]
+        if self.on_nccl:
+            return self._reduce_at_once(pieces, mine)
+        sends = [
+            _Message(dist.isend, chunk, owner)
+            for owner, tensor in pieces
+            if owner != self.rank
+            for chunk in chunks(tensor)
+        ]
+        works = self._exchange(sends)
+        if mine:
+            works.append(self._background.submit(lambda: self._add_peers(mine)))
+        return works
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _add_peers(self, mine: list[Tensor]) -> None:
+        """Add what peers send, chunk by chunk; a few receive buffers, however many peers there are."""
+        incoming = (
+            (chunk, peer)
+            for tensor in mine
+            for chunk in chunks(tensor)
+            for peer in range(self.world_size)
+            if peer != self.rank
+        )
+        posted: deque[tuple[Tensor, Tensor, Work]] = deque()
+
+        def post(count: int) -> None:
+            for chunk, peer in islice(incoming, count):
+                space = torch.empty_like(chunk)
+                work = dist.irecv(space, group=self.group, group_src=peer)
+                posted.append((chunk, space, _issued(work)))
+
+        post(POSTED_AHEAD)
+        while posted:
+            chunk, space, work = posted.popleft()
+            work.wait()
+            chunk.add_(space)
+            post(1)
+
+    def _reduce_at_once(self, pieces: Sequence[Piece], mine: list[Tensor]) -> Sequence[Work]:
+        """One launch, since NCCL's sends and receives would wait for each other; a buffer for every peer."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        received = [(tensor, peer, torch.empty_like(tensor)) for tensor in mine for peer in peers]
+        messages = [
+            _Message(dist.isend, tensor, owner) for owner, tensor in pieces if owner != self.rank
+        ]
+        messages += [_Message(dist.irecv, space, peer) for _, peer, space in received]
+        return [
+            _AddAfter(self._exchange(messages), [(tensor, space) for tensor, _, space in received])
+        ]
 
     def _exchange(self, messages: list[_Message]) -> list[Work]:
         if not messages:
@@ -120,10 +165,11 @@ class Star(Transport):
                 dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages
             ]
             return list(dist.batch_isend_irecv(operations))
+        # without tags: between two ranks gloo matches messages in order
         return [
-            _issued(dist.isend(m.tensor, group=self.group, group_dst=m.peer, tag=m.tag))
+            _issued(dist.isend(m.tensor, group=self.group, group_dst=m.peer))
             if m.call is dist.isend
-            else _issued(dist.irecv(m.tensor, group=self.group, group_src=m.peer, tag=m.tag))
+            else _issued(dist.irecv(m.tensor, group=self.group, group_src=m.peer))
             for m in messages
         ]
 
@@ -147,28 +193,21 @@ class _Message(NamedTuple):
     call: Callable[..., Any]  # dist.isend or dist.irecv
     tensor: Tensor
     peer: int
-    tag: int
 
 
-class _SumAfter:
+class _AddAfter:
     """Waits for the received gradients, then adds them in rank order, so that two runs give the same bits."""
 
-    def __init__(self, works: Sequence[Work], sums: list[tuple[Tensor, list[Tensor]]]) -> None:
+    def __init__(self, works: Sequence[Work], additions: list[tuple[Tensor, Tensor]]) -> None:
         self._works = works
-        self._sums = sums
+        self._additions = additions
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        for target, addends in self._sums:
-            total = addends[
-                0
-            ]  # the target itself on rank 0, elsewhere a receive buffer that is ours to overwrite
-            for addend in addends[1:]:
-                total.add_(addend)
-            if total is not target:
-                target.copy_(total)
-        self._sums = []
+        for total, addend in self._additions:
+            total.add_(addend)
+        self._additions = []
 
 
 def _issued(work: Work | None) -> Work:

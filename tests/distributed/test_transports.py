@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.fsdp.api import TRANSPORTS
-from matrixtitan.fsdp.ring import CHUNK_BYTES
+from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.transports import Piece
 from tests.lib.distributed import run_distributed
 

@@ -1,0 +1,69 @@
+"""A thread that moves a transport's chunks while the main thread computes; gloo only.
+
+Owns the thread and how a tensor is cut into chunks. It knows neither pieces nor groups. Next: `ring.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+CHUNK_BYTES = 256 * 1024
+"""Large against a message's latency, small against a unit: a chunk is forwarded or added while the next arrives."""
+
+
+def chunks(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a 1-D tensor, at most CHUNK_BYTES each; cut alike on every rank."""
+    return tensor.split(max(1, CHUNK_BYTES // tensor.itemsize))
+
+
+class Task:
+    """A result to come; `wait` re-raises what the thread met."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+
+
+class Background:
+    """Runs tasks in the order given, on one thread that starts with the first.
+
+    A daemon thread, so that a dead peer cannot keep this process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, run: Callable[[], None]) -> Task:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        task = Task(run)
+        self._tasks.put(task)
+        return task
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task.run()
+            except BaseException as error:  # handed to the waiting thread
+                task.error = error
+            task.done.set()
