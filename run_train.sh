@@ -56,6 +56,9 @@ else
   rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # any free port
 fi
 
+# After a restart ranks must not find the dead ones' addresses in a store that outlived them
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which passes them on to every rank
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" \
   --max-restarts "${MAX_RESTARTS:-0}" "$root/train.py" "$@"
