@@ -35,7 +35,7 @@ def curves(names: list[str], steps: int) -> dict[str, tuple[list[float], list[fl
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_losses_and_norms_agree_with_ddp(world_size: int) -> None:
     for results in run_distributed(curves, world_size, list(STRATEGIES), STEPS):
         losses, norms = results["ddp"]
@@ -45,6 +45,31 @@ def test_losses_and_norms_agree_with_ddp(world_size: int) -> None:
         for name, (found_losses, found_norms) in results.items():
             assert found_losses == pytest.approx(losses, rel=0, abs=TOLERANCE), name
             assert found_norms == pytest.approx(norms, rel=TOLERANCE), name
+
+
+def matrices_after(names: list[str], steps: int) -> dict[str, dict[str, Tensor]]:
+    """Each strategy's whole matrices on this rank after training, nothing batched."""
+    results = {}
+    for name in names:
+        run = Run(make_config(name, ns_batch=False))
+        run.train(steps)
+        results[name] = {
+            param.fqn: param.tensor.detach().clone()
+            for param in run.strategy.local_parameters()
+            if param.role == "matrix"
+        }
+        run.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_matrices_agree_with_ddp(world_size: int) -> None:
+    owned = set()
+    for results in run_distributed(matrices_after, world_size, ["matrix_fsdp", "ddp"], STEPS):
+        for fqn, matrix in results["matrix_fsdp"].items():
+            torch.testing.assert_close(matrix, results["ddp"][fqn], atol=1e-5, rtol=0, msg=fqn)
+            owned.add(fqn)
+    assert owned == set(results["ddp"])
 
 
 def counts(names: list[str]) -> dict[str, dict[str, Any]]:

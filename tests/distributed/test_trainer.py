@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer
@@ -319,6 +320,20 @@ def test_a_run_resumes_on_other_ranks(corpus: Path, tmp_path: Path, uninterrupte
     run_distributed(train, 2, config_for(corpus, tmp_path, **RESUMABLE, training__steps=2))
     run_distributed(train, 3, config_for(corpus, tmp_path, **RESUMABLE))
     assert_same_numbers(curves(tmp_path), uninterrupted)
+
+
+def test_tied_weights_are_saved_once_and_resumed(corpus: Path, tmp_path: Path) -> None:
+    tied = {**RESUMABLE, "model__tie_embeddings": "true"}
+    run_distributed(train, 2, config_for(corpus, tmp_path / "through", **tied))
+    resumed = tmp_path / "resumed"
+    run_distributed(train, 2, config_for(corpus, resumed, **tied, training__steps=2))
+    run_distributed(train, 2, config_for(corpus, resumed, **tied))
+    assert curves(resumed)["loss/train"] == curves(tmp_path / "through")["loss/train"]
+    saved = FileSystemReader(resumed / "checkpoint" / "step-4").read_metadata().state_dict_metadata
+    assert [key for key in saved if key.startswith("model.") and "layers" not in key] == [
+        "model.tok_embeddings.weight",
+        "model.head.norm.weight",
+    ]
 
 
 def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
