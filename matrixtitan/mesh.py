@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -38,15 +39,16 @@ class World:
     mesh: DeviceMesh
     owns_group: bool
 
-    def set_timeout(self, seconds: int) -> None:
-        """How long any collective may take from now on, in every group.
+    def set_timeout(self, seconds: int, except_for: Sequence[dist.ProcessGroup] = ()) -> None:
+        """How long any collective may take from now on, in every group but those named.
 
         Private in PyTorch up to 2.15, which has no public way to change a timeout. Only used here.
         """
         if dist.get_backend() == "fake":  # a dry run waits for nobody
             return
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group not in except_for:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         if self.owns_group and dist.is_initialized():

@@ -220,7 +220,10 @@ class Trainer:
                 if ending:
                     break
                 if step == first_step:
-                    self.world.set_timeout(self.config.comm.train_timeout_seconds)
+                    self.world.set_timeout(
+                        self.config.comm.train_timeout_seconds,
+                        except_for=self.checkpointer.patient_groups,
+                    )
                 if training.gc_freq and step % training.gc_freq == 0:
                     gc.collect()
         if self.config.parallelism.dry_run_world_size:

@@ -92,6 +92,8 @@ class Checkpointer:
         self._saving: Future[Path] | None = None
         self._preemption: Preemption | None = None
         self._stager: HostStager | None = None
+        self.patient_groups: list[dist.ProcessGroup] = []
+        """Groups that wait for the slowest disk, so that training's timeout is not theirs."""
         if config.initial_load_path and not config.enable:
             raise ValueError(
                 "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
@@ -105,6 +107,7 @@ class Checkpointer:
         # One group for what is saved or loaded, one for what is asked while a save is under way.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._control = dist.new_group(backend="gloo")
+        self.patient_groups.append(self._group)
         self._open_folder()
         self._preemption = Preemption()
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -385,3 +386,25 @@ def test_other_data_is_refused_on_a_resume(corpus: Path, tmp_path: Path) -> None
     assert "until step 2" in message
     assert "data.allow_data_change = true" in message
     assert [step for step, _ in curves(folder)["loss/train"]] == [1, 2, 3, 4]
+
+
+def timeouts(config: Config) -> tuple[float, float]:
+    """Seconds that a collective of training, and one of a save, may take after the first step."""
+    with Trainer(config) as trainer:
+        trainer.train()
+        (saving,) = trainer.checkpointer.patient_groups
+        training = dist.group.WORLD
+        assert training is not None
+        return tuple(
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in (training, saving)
+        )
+
+
+def test_training_times_out_sooner_than_a_save(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(
+        corpus, tmp_path, **RESUMABLE, training__steps=2, comm__train_timeout_seconds=17
+    )
+    for training, saving in run_distributed(timeouts, 2, config):
+        assert training == 17
+        assert saving > 1000
