@@ -329,10 +329,10 @@ def load_config(argv: Sequence[str]) -> Config:
     names = [value for name, value in arguments if name == "config"]
     path = find_config(names[-1] if names else "debug")
     config = config_from_dict(_read_toml(path), str(path))
-    for name, value in arguments:
-        if name not in ("config", "print-config"):
-            config = _override(config, name, value)
-    validate(config, str(path))
+    overrides = [pair for pair in arguments if pair[0] not in ("config", "print-config")]
+    for name, value in overrides:
+        config = _override(config, name, value)
+    validate(config, f"{path} with the command line's overrides" if overrides else str(path))
     if any(name == "print-config" for name, _ in arguments):
         print(to_toml(config), end="")
         raise SystemExit(0)
@@ -494,7 +494,10 @@ def validate(config: Config, where: str) -> None:
 def _problems(config: Config) -> Iterator[str]:
     training, parallelism, schedule = config.training, config.parallelism, config.lr_scheduler
     if training.global_batch_size < 1:
-        yield "training.global_batch_size is required: the number of sequences in a step, over all ranks"
+        yield (
+            f"training.global_batch_size is {training.global_batch_size}; it is required, at least 1: the number of "
+            "sequences in a step, over all ranks"
+        )
     positive: dict[str, float] = {
         "training.steps": training.steps,
         "training.seq_len": training.seq_len,

@@ -12,12 +12,21 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 CHUNK_BYTES = 256 * 1024
-"""Large against a message's latency, small against a unit: a chunk is forwarded or added while the next arrives."""
+SMALLEST_CHUNK_BYTES = 16 * 1024
 
 
-def chunks(tensor: Tensor) -> Sequence[Tensor]:
-    """Views of a 1-D tensor, at most CHUNK_BYTES each; cut alike on every rank."""
-    return tensor.split(max(1, CHUNK_BYTES // tensor.itemsize))
+def chunk_bytes(total: int, world_size: int) -> int:
+    """Chunk size for an operation that moves `total` bytes; the same on every rank.
+
+    A chunk is forwarded, or added, while the next arrives: several to a rank's share keep all links busy, and large
+    ones cost fewer messages.
+    """
+    return min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total // (8 * world_size)))
+
+
+def chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
+    """Views of a 1-D tensor, at most `nbytes` each."""
+    return tensor.split(max(1, nbytes // tensor.itemsize))
 
 
 class Task:

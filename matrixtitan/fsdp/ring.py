@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, chunks
+from matrixtitan.fsdp.background import Background, chunk_bytes, chunks
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece, Transport
 
@@ -106,9 +106,10 @@ class Ring(Transport):
 
 
 def _chunks_by_owner(pieces: Sequence[Piece], world_size: int) -> list[list[Tensor]]:
+    size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), world_size)
     by_owner: list[list[Tensor]] = [[] for _ in range(world_size)]
     for owner, tensor in pieces:
-        by_owner[owner] += chunks(tensor)
+        by_owner[owner] += chunks(tensor, size)
     return by_owner
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, chunks
+from matrixtitan.fsdp.background import Background, chunk_bytes, chunks
 from matrixtitan.fsdp.streams import Work
 
 POSTED_AHEAD = 4
@@ -105,28 +105,29 @@ class Star(Transport):
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         mine = [tensor for owner, tensor in pieces if owner == self.rank]
+        size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
         if self.on_nccl:
             return self._reduce_at_once(pieces, mine)
         sends = [
             _Message(dist.isend, chunk, owner)
             for owner, tensor in pieces
             if owner != self.rank
-            for chunk in chunks(tensor)
+            for chunk in chunks(tensor, size)
         ]
         works = self._exchange(sends)
         if mine:
-            works.append(self._background.submit(lambda: self._add_peers(mine)))
+            works.append(self._background.submit(lambda: self._add_peers(mine, size)))
         return works
 
     def close(self) -> None:
         self._background.close()
 
-    def _add_peers(self, mine: list[Tensor]) -> None:
+    def _add_peers(self, mine: list[Tensor], chunk_size: int) -> None:
         """Add what peers send, chunk by chunk; a few receive buffers, however many peers there are."""
         incoming = (
             (chunk, peer)
             for tensor in mine
-            for chunk in chunks(tensor)
+            for chunk in chunks(tensor, chunk_size)
             for peer in range(self.world_size)
             if peer != self.rank
         )

@@ -116,7 +116,11 @@ MISTAKES = [
     ("", ("--optimizer.tail_patterns", "['a"), "is no TOML value"),
     ("", ("--training.steps",), "lacks a value"),
     ("", ("steps", "3"), "belongs to no option"),
-    ("", ("--training.global_batch_size", "0"), r"training\.global_batch_size is required"),
+    (
+        "",
+        ("--training.global_batch_size", "0"),
+        r"training\.global_batch_size is 0; it is required",
+    ),
     ("", ("--parallelism.tensor_parallel_degree", "2"), "data parallelism only"),
     ("", ("--parallelism.pipeline_parallel_degree", "2"), "data parallelism only"),
     ("", ("--parallelism.context_parallel_degree", "2"), "data parallelism only"),
