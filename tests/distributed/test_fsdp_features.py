@@ -29,9 +29,8 @@ def shard(
         "cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard")
     )
     kwargs.setdefault("tail_patterns", ("head.weight",))
-    return fully_shard(
-        model, units=units or toy_units(), mesh=mesh, gradient_reduction="sum", **kwargs
-    )
+    kwargs.setdefault("gradient_reduction", "sum")
+    return fully_shard(model, units=units or toy_units(), mesh=mesh, **kwargs)
 
 
 def my_share(step: int) -> tuple[Tensor, Tensor]:
@@ -168,6 +167,17 @@ def unused_on_some_ranks(replicas: int) -> None:
             plain(share(tokens, rank, world), share(labels, rank, world)).backward()
         model.use = dist.get_rank() == 1
         model(*my_share(step)).backward()
+    check_gradients(sharded, plain)
+
+
+def mean_of_gradients(replicas: int) -> None:
+    """One normalisation for all layouts: the sum over all ranks, divided by their number."""
+    plain, model = make_toy(), make_toy()
+    sharded = shard(model, replicas, gradient_reduction="mean")
+    plain(*batch(0, ROWS)).backward()
+    for param in plain.parameters():
+        param.grad /= dist.get_world_size()  # type: ignore[operator]
+    model(*my_share(0)).backward()
     check_gradients(sharded, plain)
 
 
@@ -342,6 +352,7 @@ FEATURES = [
     compiled_and_recomputed,
     frozen,
     unused_on_some_ranks,
+    mean_of_gradients,
     two_forwards_one_backward,
     two_forwards_two_backwards,
     forgotten_forward,
