@@ -80,13 +80,13 @@ class Muon(MatrixOptimizer):
     def check_group(self, group: ParamGroup) -> None:
         check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
         learning_rate_scale(group["scale"], 1, 1)
-        _newton_schulz(group)
+        newton_schulz_of(group)
 
     def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.preserve_format)}
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
-        settings = _newton_schulz(group)
+        settings = newton_schulz_of(group)
         for batch in _batches(params):
             updates = []
             for param in batch:
@@ -118,7 +118,8 @@ def learning_rate_scale(scale: str, rows: int, cols: int) -> float:
     raise ValueError(f"scale is {scale!r}; choose one of {', '.join(get_args(Scale))}")
 
 
-def _newton_schulz(group: ParamGroup) -> NewtonSchulz:
+def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
+    """The iteration's settings of one parameter group."""
     return make_newton_schulz(
         group["ns_coefficients"],
         group["ns_steps"],

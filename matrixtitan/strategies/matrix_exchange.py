@@ -21,8 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from matrixtitan.optim.matrix_optimizer import ParamGroup, as_matrices, named_params
-from matrixtitan.optim.muon import Muon, learning_rate_scale, momentum_update
-from matrixtitan.optim.newton_schulz import NewtonSchulz, make_newton_schulz, orthogonalize
+from matrixtitan.optim.muon import (
+    Muon,
+    learning_rate_scale,
+    momentum_update,
+    newton_schulz_of,
+)
+from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.strategies.fsdp2_transports import DirectAllGather
 
@@ -343,19 +348,6 @@ def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[in
         slices[-1].append(index)
         filled += nbytes[index]
     return slices
-
-
-def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
-    """The iteration's settings of one of Muon's parameter groups."""
-    return make_newton_schulz(
-        group["ns_coefficients"],
-        group["ns_steps"],
-        eps=group["eps"],
-        dtype=group["ns_dtype"],
-        form=group["ns_form"],
-        arithmetic=group["ns_arithmetic"],
-        batch=group["batch"],
-    )
 
 
 def _equal_shapes(updates: Sequence[ShardedUpdate]) -> list[list[int]]:
