@@ -119,7 +119,7 @@ def resumed(
 def test_the_same_ranks_go_on_to_the_bit(
     workplace: Path, uninterrupted: dict[str, list[float]]
 ) -> None:
-    for optimizer, losses in resumed(workplace, "same", 4).items():
+    for optimizer, losses in resumed(workplace, "same", 4, list(OPTIMIZERS)).items():
         assert losses == uninterrupted[optimizer][SAVED_AT:], optimizer
 
 
