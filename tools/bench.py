@@ -35,9 +35,12 @@ import torch.distributed as dist
 
 from matrixtitan.config import Config, load_config
 from matrixtitan.mesh import World, init_world
+from matrixtitan.metrics import peak_flops
+from models.llama import Llama
 from tools import bench_report
 from tools.bench_measure import (
     STRATEGIES,
+    VOCAB_SIZE,
     Contender,
     Corpus,
     Measurements,
@@ -94,6 +97,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         default=Path("outputs/bench"),
         help="folder of bench.json, .md and .png",
     )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        help="rows of embedding and head; the corpus is bytes, so more than 256 only cost what they cost",
+    )
     options, overrides = parser.parse_known_args(argv)
     if options.steps < 1 or options.warmup < 1:
         parser.error(
@@ -145,16 +154,19 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
         corpus = Corpus(
             world, config.training.local_batch_size * world.size, config.training.seq_len
         )
-        contenders = [Contender(name, config, world, corpus) for name in options.strategies]
+        contenders = [
+            Contender(name, config, world, corpus, options.vocab_size)
+            for name in options.strategies
+        ]
         measure(contenders, options.steps, options.warmup)
-        parameters = contenders[0].num_parameters
+        model = contenders[0].model
         rate = torch.tensor(matmul_flops(world.device), dtype=torch.float64, device=world.device)
         dist.all_reduce(rate)
         mine = {contender.name: contender.finish() for contender in contenders}
         ranks: list[Any] = [None] * world.size
         dist.all_gather_object(ranks, mine)
         if world.rank == 0:
-            report = describe(config, world, corpus, parameters, command)
+            report = describe(config, world, corpus, model, command)
             report["matmul_flops_per_rank"] = rate.item() / world.size
             add_strategies(report, ranks, shared_interface=wire_interface(world.size) == "lo")
             bench_report.write(report, options.output)
@@ -190,18 +202,20 @@ def _rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
 
 
 def describe(
-    config: Config, world: World, corpus: Corpus, parameters: int, command: str
+    config: Config, world: World, corpus: Corpus, model: Llama, command: str
 ) -> dict[str, Any]:
     """The part of bench.json that all strategies share."""
     backend = dist.get_backend()
     transports = config.parallelism.fsdp2_transports
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     return {
         "world_size": world.size,
         "ns_steps": config.optimizer.ns_steps,
         "model": {
             "name": config.model.name,
             "flavor": config.model.flavor,
-            "parameters": parameters,
+            "parameters": model.num_parameters,
+            "flops_per_token": model.flops_per_token(corpus.seq_len),
         },
         "optimizer": config.optimizer.name,
         "backend": backend,
@@ -211,9 +225,8 @@ def describe(
         "sequences": corpus.sequences,
         "seq_len": corpus.seq_len,
         "link_rate": os.environ.get("NETLAB_RATE"),
-        "device": torch.cuda.get_device_name(world.device)
-        if world.device.type == "cuda"
-        else "cpu",
+        "device": device,
+        "peak_flops": peak_flops(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "command": command,
@@ -223,11 +236,23 @@ def describe(
 def add_strategies(
     report: dict[str, Any], ranks: Sequence[dict[str, Measurements]], *, shared_interface: bool
 ) -> None:
-    """Fill in `strategies` and `ratios` from all ranks' measurements."""
+    """Fill in `strategies` and `ratios` from all ranks' measurements.
+
+    Model FLOPs utilisation is over the device's dense bfloat16 peak; None where that is not known.
+    """
     report["strategies"] = {
         name: bench_report.summarize([rank[name] for rank in ranks], shared_interface)
         for name in ranks[0]
     }
+    peak = report["peak_flops"]
+    for entry in report["strategies"].values():
+        rate = report["sequences"] * report["seq_len"] / entry["step_ms"] * 1e3
+        entry["tokens_per_second"] = rate
+        entry["mfu"] = (
+            rate * report["model"]["flops_per_token"] / (peak * report["world_size"])
+            if peak
+            else None
+        )
     report["ratios"] = bench_report.ratios(report["strategies"])
 
 

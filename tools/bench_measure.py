@@ -29,7 +29,7 @@ from matrixtitan.parallelize import parallelize
 from matrixtitan.strategies.collective_counter import CollectiveCounter
 from models import build_model
 
-VOCAB_SIZE = 256  # bytes
+VOCAB_SIZE = 256  # bytes: the corpus has no other tokens
 CORPUS_BYTES = 1 << 21
 STRATEGIES: dict[str, dict[str, Any]] = {
     "matrix_fsdp": {"strategy": "matrix_fsdp"},
@@ -111,7 +111,9 @@ class Corpus:
 class Contender:
     """One strategy's model and optimizers, and its measurements so far."""
 
-    def __init__(self, name: str, config: Config, world: World, corpus: Corpus) -> None:
+    def __init__(
+        self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         self.name = name
         self.measured = Measurements()
         self._world = world
@@ -123,11 +125,11 @@ class Contender:
             model = build_model(
                 config.model.name,
                 config.model.flavor,
-                vocab_size=VOCAB_SIZE,
+                vocab_size=vocab_size,
                 max_seq_len=config.training.seq_len,
                 tie_embeddings=config.model.tie_embeddings,
             )
-        self.num_parameters = model.num_parameters
+        self.model = model
         built = parallelize(model, strategy_config(config, name), world.mesh, world.device)
         self._strategy, self.close = built.strategy, built.close
 

@@ -105,6 +105,12 @@ def table(report: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(name, entry) for name, entry in report["strategies"].items()]
+    if report["peak_flops"]:
+        lines += ["", "| strategy | tokens/s | MFU |", "|---|---|---|"]
+        lines += [
+            f"| {name} | {entry['tokens_per_second']:,.0f} | {entry['mfu']:.1%} |"
+            for name, entry in report["strategies"].items()
+        ]
     if report["ratios"]:
         lines += [
             "",

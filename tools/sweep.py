@@ -3,9 +3,10 @@
     python tools/sweep.py --config debug --nproc 2 --grid optimizer.name=muon,soap \\
         --grid optimizer.lr=0.005,0.01,0.02 --grid debug.seed=0,1,2 --training.steps 300
 
-Every `--grid key=a,b,c` is one axis; other `--section.key value` pairs go to every run as they are. Runs are made one
-after the other. Each finished run is a line of OUT/results.jsonl, and a run that has its line is not made again, so an
-interrupted sweep goes on and a finer grid adds to a coarse one. Seeds (debug.seed) are averaged in the table.
+Every `--grid key=a,b,c` is one axis; other `--section.key value` pairs go to every run as they are. `--jobs` runs are
+made at a time; their times are only comparable where each has cores of its own. Each finished run is a line of
+OUT/results.jsonl, and a run that has its line is not made again, so an interrupted sweep goes on and a finer grid
+adds to a coarse one. Seeds (debug.seed) are averaged in the table.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -169,6 +171,7 @@ def main() -> None:
         "--grid", type=parse_axis, action="append", required=True, help="section.key=a,b,c; repeat"
     )
     parser.add_argument("--nproc", type=int, default=1, help="processes of each run (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs made at a time (default 1)")
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/sweep"), help="folder (default outputs/sweep)"
     )
@@ -185,22 +188,30 @@ def main() -> None:
         for values in product(*(values for _, values in arguments.grid))
     ]
     results = load_results(path)
-    for i, settings in enumerate(grid):
-        if any(result.settings == settings for result in results):
-            continue
-        folder = (
-            out
-            / "runs"
-            / "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
-        )
-        result = run(arguments.config, settings, fixed, arguments.nproc, folder)
-        results.append(result)
-        with path.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-        print(
-            f"{i + 1}/{len(grid)} {settings}: {result.loss:.4f} in {result.seconds:.0f} s",
-            flush=True,
-        )
+    missing = [
+        settings for settings in grid if all(result.settings != settings for result in results)
+    ]
+
+    def make(settings: Settings) -> Result:
+        values = (f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
+        folder = out / "runs" / "_".join(values)
+        return run(arguments.config, settings, fixed, arguments.nproc, folder)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = [pool.submit(make, settings) for settings in missing]
+        try:
+            for done in as_completed(runs):
+                result = done.result()
+                results.append(result)
+                with path.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+                print(
+                    f"{len(results)}/{len(grid)} {result.settings}: {result.loss:.4f} in {result.seconds:.0f} s",
+                    flush=True,
+                )
+        finally:  # after a failure, those that have begun end by themselves
+            for waiting in runs:
+                waiting.cancel()
     (out / "table.md").write_text(table(results))
     plot(results, out / "curves.png")
     print(table(results), end="")

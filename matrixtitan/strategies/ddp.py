@@ -60,9 +60,9 @@ class DDP(DataParallel):
     """Every rank holds the whole model; gradients are all-reduced (summed) bucket by bucket during backward.
 
     `model` may be on the meta device: `materialize` allocates it and only then wraps it, so `self.model` is the bare
-    model before and the wrapped one after. `specs` names every parameter's role and block rows. Where `param_dtype`
-    differs from the stored dtype the forward runs under autocast. `reduce_dtype` is the dtype on the wire (None: the
-    gradients' own).
+    model before and the wrapped one after; one rank has nothing to reduce and is not wrapped. `specs` names every
+    parameter's role and block rows. Where `param_dtype` differs from the stored dtype the forward runs under autocast.
+    `reduce_dtype` is the dtype on the wire (None: the gradients' own).
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class DDP(DataParallel):
     ) -> None:
         self.model = model
         self._inner = model
+        self._materialized = False
         self._specs = {spec.fqn: spec for spec in specs}
         self._group = group
         self._device = device
@@ -87,8 +88,9 @@ class DDP(DataParallel):
             raise ValueError(f"no ParamSpec for {missing}: every parameter needs one")
 
     def materialize(self, init_rows: InitRows | None) -> None:
-        if self.model is not self._inner:
-            raise RuntimeError("materialize was called twice: the model is wrapped already")
+        if self._materialized:
+            raise RuntimeError("materialize was called twice")
+        self._materialized = True
         self._inner.to_empty(device=self._device)
         with torch.no_grad():
             for name, parameter in self._inner.named_parameters():
@@ -102,6 +104,9 @@ class DDP(DataParallel):
         stored = {parameter.dtype for parameter in self._inner.parameters()}
         if self._param_dtype is not None and stored != {self._param_dtype}:
             wrapped = _Autocast(self._inner, self._param_dtype, self._device.type)
+        self.model = wrapped
+        if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+            return  # nothing to reduce: the plain model
         with warnings.catch_warnings():
             # Its successor, forward_sync_buffers, is not in PyTorch 2.11.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -117,9 +122,12 @@ class DDP(DataParallel):
 
     def set_reduce_gradients(self, reduce: bool) -> None:
         """False until the last microbatch: DDP reduces what has accumulated, so reducing twice would count twice."""
-        if not isinstance(self.model, DistributedDataParallel):
+        if not self._materialized:
             raise RuntimeError("materialize the model before training it")
-        self.model.require_backward_grad_sync = reduce  # what DDP.no_sync() sets; read in forward
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = (
+                reduce  # what DDP.no_sync() sets; read in forward
+            )
 
     def local_parameters(self) -> list[LocalParam]:
         return [

@@ -99,7 +99,7 @@ def test_gradients_are_the_sum_over_ranks_and_microbatches(
     results = run_distributed(gradients, world_size, microbatches, {})
     norm = sum(grad.double().square().sum() for grad in expected.values()) ** 0.5
     for found, clipped, calls in results:
-        assert calls == 1, "one bucket, reduced in the last microbatch only"
+        assert calls == (world_size > 1), "one bucket, reduced in the last microbatch only"
         assert clipped == pytest.approx(float(norm), rel=1e-5)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found, results[0][0], rtol=0, atol=0)

@@ -27,19 +27,20 @@ def content(piece: int, numel: int, rank: int) -> torch.Tensor:
     return ((torch.arange(numel) * (piece + 3) + 5 * rank) % 7).float()
 
 
-def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: str = "cpu") -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = TRANSPORTS[name](dist.new_group())
     for _ in range(2):  # twice in flight: operations of one transport must not mix
         gathered, reduced, works = [], [], []
         for index, (owner, numel) in enumerate(sizes):
             owner %= world
-            full = content(index, numel, owner).to(dtype)
+            full = content(index, numel, owner).to(device, dtype)
             gathered.append(
                 (full, Piece(owner, full.clone() if rank == owner else torch.zeros_like(full)))
             )
             total = sum(content(index, numel, other) for other in range(world))
-            reduced.append((total.to(dtype), Piece(owner, content(index, numel, rank).to(dtype))))  # type: ignore[union-attr]
+            mine = content(index, numel, rank).to(device, dtype)
+            reduced.append((total.to(device, dtype), Piece(owner, mine)))  # type: ignore[union-attr]
         works += list(transport.unshard([piece for _, piece in gathered]))
         works += list(transport.reduce([piece for _, piece in reduced]))
         for work in works:

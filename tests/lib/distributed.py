@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process on this machine, and hand back what each returned.
+"""Run a function on several ranks, each a process on this machine, and hand back what each returned.
 
 Processes come from a fork server that has imported torch once, so a 4-rank test starts in a fraction of a second.
 A rank that raises, dies or outlives the timeout fails the test with that rank's traceback; no process outlives the
@@ -32,6 +32,7 @@ def _run_rank(
     world_size: int,
     store: str,
     timeout: float,
+    on_gpu: bool,
     args: Any,
 ) -> None:
     import torch
@@ -40,13 +41,21 @@ def _run_rank(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    device = None
+    if on_gpu:
+        # NCCL refuses two ranks of one host on one GPU: each says that it is a host of its own
+        os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ.update(NCCL_IB_DISABLE="1")
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
+            device_id=device,
         )
         result = fn(*args)
         dist.barrier()
@@ -66,8 +75,11 @@ def run_distributed(
     *args: Any,
     timeout: float = 60.0,
     expect_failure: bool = False,
+    on_gpu: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` gloo ranks; return the results in rank order.
+
+    With `on_gpu` they are NCCL ranks that share the first GPU.
 
     `fn` must be a module-level function and its arguments and result must pickle (return tensors detached, on the
     CPU; they are sent by value). `timeout` is in seconds, for the whole call. With `expect_failure` a rank's
@@ -87,7 +99,7 @@ def run_distributed(
             parent, child = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(child, fn, rank, world_size, store, timeout, args),
+                args=(child, fn, rank, world_size, store, timeout, on_gpu, args),
                 daemon=False,
             )
             process.start()

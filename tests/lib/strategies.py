@@ -63,19 +63,24 @@ def make_config(strategy: str, **optimizer: Any) -> Config:
 class Run:
     """One strategy's model and optimizers on this rank; `replicate` is the degree of HSDP's outer axis."""
 
-    def __init__(self, config: Config, tied: bool = False, replicate: int = 1) -> None:
+    def __init__(
+        self, config: Config, tied: bool = False, replicate: int = 1, device: str = "cpu"
+    ) -> None:
         size = dist.get_world_size()
+        self.device = torch.device(device)
         mesh = init_device_mesh(
-            "cpu", (replicate, size // replicate), mesh_dim_names=("dp_replicate", "dp_shard")
+            self.device.type,
+            (replicate, size // replicate),
+            mesh_dim_names=("dp_replicate", "dp_shard"),
         )
         with torch.device("meta"):
             self.model = Llama(FLAVOR, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=tied)
-        built = parallelize(self.model, config, mesh, torch.device("cpu"))
+        built = parallelize(self.model, config, mesh, self.device)
         self.config = config
         self.strategy: DataParallel = built.strategy
         self.close: Callable[[], None] = built.close
         self.strategy.materialize(self.init_rows)
-        self.model.init_buffers("cpu")
+        self.model.init_buffers(self.device)
         self.optimizers: Optimizers = self.strategy.build_optimizers(config.optimizer)
 
     def init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
@@ -84,7 +89,7 @@ class Run:
     def forward_backward(self, step: int, microbatches: int = 1) -> float:
         """Gradients of this rank's share of the global batch; its share of the loss."""
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, (SEQUENCES, SEQ_LEN + 1), generator=generator)
+        tokens = torch.randint(VOCAB, (SEQUENCES, SEQ_LEN + 1), generator=generator).to(self.device)
         mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
         total = 0.0
         for index, part in enumerate(mine.chunk(microbatches)):
@@ -107,6 +112,6 @@ class Run:
         for step in range(steps):
             losses.append(self.forward_backward(step, microbatches))
             norms.append(self.update())
-        total = torch.tensor(losses, dtype=torch.float64)
+        total = torch.tensor(losses, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist(), norms

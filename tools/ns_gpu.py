@@ -1,0 +1,167 @@
+"""Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, ours against torch.optim.Muon's, in one run.
+
+    python tools/ns_gpu.py                every form of every shape, with the best batch limit; then Llama 8B's matrices
+    python tools/ns_gpu.py --seconds 0.5  longer samples
+
+Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
+the same run, that a call's own FLOPs reach. What the first table shows is written down in `newton_schulz.choose_form`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from matrixtitan.optim import Muon
+from matrixtitan.optim import newton_schulz as ns
+from matrixtitan.plan.cost import newton_schulz_flops
+
+SHAPES = ((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
+LLAMA_8B_BLOCK = (
+    ("wq, wo", (4096, 4096), 2),
+    ("wk, wv", (1024, 4096), 2),
+    ("w1, w3", (14336, 4096), 2),
+    ("w2", (4096, 14336), 1),
+)
+DEPTHS = (0, 1, 2, 3)
+BATCHES = (
+    (256, 256),
+    (256, 768),
+    (512, 512),
+    (512, 2048),
+    (1024, 1024),
+    (1024, 4096),
+    (2048, 2048),
+)
+
+
+def alternating_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median seconds of each candidate, called in turn until each had about `seconds`."""
+    for candidate in candidates:
+        candidate()
+    times: list[list[float]] = [[] for _ in candidates]
+    end = time.perf_counter() + seconds * len(candidates)
+    while len(times[0]) < 5 or time.perf_counter() < end:
+        for candidate, record in zip(candidates, times, strict=True):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            candidate()
+            torch.cuda.synchronize()
+            record.append(time.perf_counter() - start)
+    return [median(record) for record in times]
+
+
+def product_rate(seconds: float) -> float:
+    """FLOP/s of one large bfloat16 product."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / alternating_medians([lambda: left @ right], 4 * seconds)[0]
+
+
+def forms(seconds: float, rate: float) -> None:
+    """Every form and depth of every shape."""
+    print(
+        "| shape | "
+        + " | ".join(f"{form} {depth}" for form in ("standard", "gram") for depth in DEPTHS)
+        + " |"
+    )
+    print("|---" * (1 + 2 * len(DEPTHS)) + "|")
+    for rows, cols in SHAPES:
+        x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+        x /= x.norm()
+        choices = [
+            ns.FormChoice(form, d, d, onednn=False) for form in ("standard", "gram") for d in DEPTHS
+        ]  # type: ignore[arg-type]
+        times = alternating_medians(
+            [partial(ns._iterate, x, (ns.QUINTIC,) * 5, choice) for choice in choices], seconds
+        )
+        print(
+            f"| {rows}x{cols} | " + " | ".join(f"{1e3 * t:.3f}" for t in times) + " |", flush=True
+        )
+
+
+def batches(seconds: float) -> None:
+    """Eight equal matrices, one by one and as one batch."""
+    print("\n| shape | 8 alone ms | as a batch ms | ratio |\n|---|---|---|---|")
+    for rows, cols in BATCHES:
+        matrices = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+        alone = ns.make_newton_schulz(batch=False)
+
+        def together(matrices: list[Tensor] = matrices) -> None:
+            ns.orthogonalize_one(torch.stack(matrices), ns.make_newton_schulz()).unbind()
+
+        one, many = alternating_medians(
+            [partial(ns.orthogonalize, matrices, alone), together], seconds
+        )
+        print(
+            f"| {rows}x{cols} | {1e3 * one:.3f} | {1e3 * many:.3f} | {one / many:.2f} |", flush=True
+        )
+
+
+def llama_8b(seconds: float, rate: float, blocks: int = 4) -> None:
+    """Whole steps, momentum and update included, on the matrices of a few blocks of Llama 8B."""
+    print(
+        f"\n| matrices of {blocks} blocks | torch.optim.Muon ms | ours ms | ratio | rate of theirs / ours |\n"
+        "|---|---|---|---|---|"
+    )
+    everything: list[tuple[tuple[int, int], int]] = []
+    for name, shape, count in LLAMA_8B_BLOCK:
+        everything.append((shape, count * blocks))
+        row(name, [(shape, count * blocks)], seconds, rate)
+    row("all", everything, seconds, rate)
+
+
+def row(name: str, shapes: list[tuple[tuple[int, int], int]], seconds: float, rate: float) -> None:
+    params: list[list[nn.Parameter]] = [[], []]
+    standard = cheapest = 0
+    for shape, count in shapes:
+        standard += count * newton_schulz_flops(*shape)
+        cheapest += count * newton_schulz_flops(*shape, form="auto")
+        for _ in range(count):
+            start, grad = (torch.randn(shape, device="cuda") * 0.02 for _ in range(2))
+            for copies in params:
+                param = nn.Parameter(start.clone())
+                param.grad = grad
+                copies.append(param)
+    theirs = torch.optim.Muon(params[0], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    ours = Muon(params[1], lr=1e-3, weight_decay=0.1, scale="match_rms_adamw")
+    before, after = alternating_medians([theirs.step, ours.step], seconds)
+    label = (
+        ", ".join(f"{count} of {shape[0]}x{shape[1]}" for shape, count in shapes)
+        if len(shapes) == 1
+        else "together"
+    )
+    print(
+        f"| {name}: {label} | {1e3 * before:.2f} | {1e3 * after:.2f} | {before / after:.2f} "
+        f"| {standard / before / rate:.0%} / {cheapest / after / rate:.0%} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="time of each candidate (default 0.3)"
+    )
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA GPU is here; tools/ns_table.py --report is for CPUs")
+    torch.manual_seed(0)
+    rate = product_rate(arguments.seconds)
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: 8192^3 product {rate / 1e12:.0f} TFLOP/s\n"
+    )
+    forms(arguments.seconds, rate)
+    batches(arguments.seconds)
+    llama_8b(arguments.seconds, rate)
+
+
+if __name__ == "__main__":
+    main()
