@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from matrixtitan.checkpoint.row_segment import RowSegment, local_rows
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import StateTensor
+from matrixtitan.plan.local_param import LocalParam
 
 Tensors = dict[str, Tensor]
 """Key to a whole tensor or a RowSegment."""

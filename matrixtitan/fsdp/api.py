@@ -23,8 +23,8 @@ from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import DryRun, Grouped, Star, Transport
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
-from matrixtitan.local_param import LocalParam
 from matrixtitan.plan.cost import choose_transport
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import Plan

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.optim.muon import Muon
 from matrixtitan.optim.shampoo import Shampoo
 from matrixtitan.optim.soap import SOAP
+from matrixtitan.plan.local_param import LocalParam
 
 VECTOR_ELEMENTS = 64
 """No vector of a CPU holds more bfloat16 or float32 elements."""

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import Optimizers, build_optimizers
+from matrixtitan.plan.local_param import LocalParam
 
 InitRows = Callable[[str, tuple[int, ...], int, Tensor], None]
 """(fqn, full_shape, start, out): fill `out` with rows [start, start + len(out)) of the parameter's initial value."""

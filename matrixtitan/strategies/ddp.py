@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.base import DataParallel, InitRows
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.muon import Muon
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.base import DataParallel, InitRows
 from matrixtitan.strategies.fsdp2_transports import DirectAllGather, DirectReduceScatter

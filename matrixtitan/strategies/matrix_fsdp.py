@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from matrixtitan.fsdp import MatrixFSDP
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.strategies.base import DataParallel, InitRows
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.plan.cost import matrices_in_block, newton_schulz_flops
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.ddp import DDP
 from matrixtitan.strategies.matrix_exchange import assign_owners

@@ -26,7 +26,7 @@ from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoi
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
 from matrixtitan.config import ParallelismConfig
-from matrixtitan.local_param import LocalParam
+from matrixtitan.plan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
 from tests.lib.kill_saves import kill_and_resume, save_forever

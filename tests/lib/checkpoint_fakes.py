@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from matrixtitan.config import CheckpointConfig, Config, JobConfig
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim.build import StateTensor
+from matrixtitan.plan.local_param import LocalParam
 
 # name, full shape, role; "b" and "stack" are cut by rows, the others are whole on one rank
 PARAMS = {

@@ -28,7 +28,7 @@ from matrixtitan.data.tokenizer import (
     load_tokenizer,
     write_ranks,
 )
-from matrixtitan.local_param import LocalParam
+from matrixtitan.plan.local_param import LocalParam
 from models.layers import RopeScaling
 from models.llama import LLAMA3_FLAVORS, LlamaFlavor
 from tests.lib.distributed import run_distributed

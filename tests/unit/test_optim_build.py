@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from matrixtitan.config import OptimizerConfig, OptimizerGroup
-from matrixtitan.local_param import LocalParam
 from matrixtitan.optim import SOAP, Muon, Shampoo
 from matrixtitan.optim.build import Optimizers, build_optimizers, check_patterns
+from matrixtitan.plan.local_param import LocalParam
 
 CONFIG = OptimizerConfig(lr=0.02, weight_decay=0.1, tail_lr=0.003, tail_weight_decay=0.05)
 NAMES = pytest.mark.parametrize("name", ["muon", "shampoo", "soap", "adamw"])
