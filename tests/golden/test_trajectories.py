@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from matrixtitan.optim import SOAP, Muon, Shampoo
+from tests.lib import references
 
 DATA = Path(__file__).parent / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((DATA / "cases.json").read_text())
@@ -56,10 +57,39 @@ def test_muon_with_float32_iterations(form: str) -> None:
     assert largest_error("muon_keller", ns_dtype="float32", ns_form=form) <= 3e-3
 
 
+def rounding_of_the_recording(case: str) -> float:
+    """How far a recorded two-sided SOAP trajectory lies from the exact one (float64, to the rules' letter).
+
+    soap_f4's first factor has eigenvalues so near each other that float32 turns its eigenvectors by 1e-4. How much
+    depends on the CPU: the reference itself, run on another, is as far from its recording.
+    """
+    options = {key: value for key, value in CASES[case].items() if key != "kind"}
+    arrays = np.load(DATA / f"{case}.npz")
+    worst = 0.0
+    for shape in {key.partition(".")[0] for key in arrays.files}:
+        exact = references.soap(
+            torch.from_numpy(arrays[f"{shape}.weight0"]),
+            torch.from_numpy(arrays[f"{shape}.grads"]),
+            lr=options["lr"],
+            betas=options["betas"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            frequency=options["precondition_frequency"],
+        )
+        recorded = torch.from_numpy(arrays[f"{shape}.weights"])
+        worst = max(worst, (torch.stack(exact) - recorded).abs().max().item())
+    return worst
+
+
 @pytest.mark.parametrize("case", [name for name in CASES if CASES[name]["kind"] != "muon"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["matrix", "stack"])
 def test_soap_and_shampoo(case: str, stacked: bool) -> None:
-    assert largest_error(case, stacked) <= 1e-5
+    tolerance = 1e-5
+    if case in ("soap_f1", "soap_f4"):
+        rounding = rounding_of_the_recording(case)
+        assert rounding < 5e-5
+        tolerance = max(tolerance, rounding)
+    assert largest_error(case, stacked) <= tolerance
 
 
 def test_wrong_options_do_not_pass() -> None:
