@@ -21,12 +21,10 @@ from matrixtitan.optim.newton_schulz import (
     NewtonSchulz,
     make_newton_schulz,
     orthogonalize,
+    together,
 )
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
-
-BATCH_ELEMENTS = 1 << 26
-"""Updates alive at once: bounds the step's extra memory to 256 MB in float32 (or one matrix, where that is larger)."""
 
 
 class Muon(MatrixOptimizer):
@@ -87,7 +85,9 @@ class Muon(MatrixOptimizer):
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)
-        for batch in _batches(params):
+        shapes = [as_matrices(param, group["block_rows"]).shape for param in params]
+        for indices in together(shapes, params[0].device):
+            batch = [params[i] for i in indices]
             updates = []
             for param in batch:
                 assert param.grad is not None
@@ -129,18 +129,6 @@ def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
         arithmetic=group["ns_arithmetic"],
         batch=group["batch"],
     )
-
-
-def _batches(params: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters of equal shape together, in order of first appearance, at most BATCH_ELEMENTS elements a batch."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for param in params:
-        by_shape.setdefault(param.shape, []).append(param)
-    batches = []
-    for shape, equal in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // shape.numel())
-        batches += [equal[start : start + size] for start in range(0, len(equal), size)]
-    return batches
 
 
 def _apply(param: Tensor, update: Tensor, group: ParamGroup) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -48,6 +49,10 @@ RESTART_EVERY = 3
 input has eigenvalues of about -1e-3 where the exact ones are 0, and each update of it multiplies them by a^2 (12 for
 the quintic, 69 for Polar Express' first). Multiplying the polynomial into X and forming X X^T anew makes them small
 again before they pass 1. Two chunks do for the usual 5 steps: https://tridao.me/blog/2026/gram-newton-schulz/"""
+
+
+BATCH_ELEMENTS = 1 << 26
+"""Elements in one batch at most: 256 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,22 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
     return choice if form == "auto" else choice._replace(form=form)
 
 
+def together(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
+    """Indices of what to hand to one call of `orthogonalize`, given shapes (..., R, C) as it will see them.
+
+    Equal shapes together where a batch pays, at most BATCH_ELEMENTS elements; the others alone, so that one update
+    and one result are alive at a time.
+    """
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for i, shape in enumerate(shapes):
+        by_shape.setdefault(tuple(shape), []).append(i)
+    calls = []
+    for shape, indices in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // prod(shape)) if _batch_pays(shape, device) else 1
+        calls += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return calls
+
+
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the matrices grouped by shape, dtype and device, in order of first appearance."""
     groups: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
@@ -208,7 +229,7 @@ def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
 
 def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Tensor]:
     first = group[0]
-    if settings.batch and _batch_pays(first):
+    if settings.batch and _batch_pays(first.shape, first.device):
         if len(group) == 1:
             return [orthogonalize_one(first, settings)]
         if first.ndim == 2:
@@ -222,10 +243,10 @@ def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Te
     ]
 
 
-def _batch_pays(matrix: Tensor) -> bool:
+def _batch_pays(shape: Sequence[int], device: torch.device) -> bool:
     """Small products are launched together; large ones fill the device alone, and a batch would only take memory."""
-    limit = BATCH_LIMIT["cpu" if matrix.device.type == "cpu" else "cuda"]
-    return min(matrix.shape[-2:]) <= limit
+    limit = BATCH_LIMIT["cpu" if device.type == "cpu" else "cuda"]
+    return min(shape[-2:]) <= limit
 
 
 def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:

@@ -27,12 +27,9 @@ from matrixtitan.optim.muon import (
     momentum_update,
     newton_schulz_of,
 )
-from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize
+from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.strategies.fsdp2_transports import DirectAllGather
-
-BATCH_ELEMENTS = 1 << 26
-"""Gathered elements that are orthogonalised together at most."""
 
 BUCKETS = 4
 """Into how many exchanges the all-to-all is cut, so that some travel while others are orthogonalised ..."""
@@ -55,6 +52,13 @@ class ShardedUpdate:
     block_rows: int | None
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def matrices_shape(self) -> tuple[int, ...]:
+        """Shape of what is orthogonalised: blocks of rows apart, where there are any."""
+        rows, cols = self.shape
+        block = self.block_rows or rows
+        return self.shape if block == rows else (rows // block, block, cols)
 
     @property
     def flops(self) -> int:
@@ -159,7 +163,8 @@ class GatherOnce(MuonExchange):
         if not updates:
             return
         gathered = self._gather(updates)  # (N, padded elements of a rank)
-        for batch in _equal_shapes(updates):
+        shapes = [update.matrices_shape for update in updates]
+        for batch in together(shapes, updates[0].device):
             wholes = [
                 as_matrices(self._whole(gathered, updates, index), updates[index].block_rows)
                 for index in batch
@@ -348,18 +353,6 @@ def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[in
         slices[-1].append(index)
         filled += nbytes[index]
     return slices
-
-
-def _equal_shapes(updates: Sequence[ShardedUpdate]) -> list[list[int]]:
-    """Indices of equal shapes together, at most BATCH_ELEMENTS elements each."""
-    by_shape: dict[tuple[tuple[int, int], int | None], list[int]] = {}
-    for index, update in enumerate(updates):
-        by_shape.setdefault((update.shape, update.block_rows), []).append(index)
-    batches = []
-    for (shape, _), indices in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // (shape[0] * shape[1]))
-        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
-    return batches
 
 
 def _local_update(
