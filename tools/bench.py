@@ -14,6 +14,7 @@ import argparse
 import gc
 import importlib.util
 import os
+import platform
 import shlex
 import socket
 import subprocess
@@ -207,7 +208,7 @@ def describe(
     """The part of bench.json that all strategies share."""
     backend = dist.get_backend()
     transports = config.parallelism.fsdp2_transports
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name()
     return {
         "world_size": world.size,
         "ns_steps": config.optimizer.ns_steps,
@@ -231,6 +232,15 @@ def describe(
         "torch": torch.__version__,
         "command": command,
     }
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it; elsewhere the architecture."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def add_strategies(

@@ -127,7 +127,7 @@ def table(report: Mapping[str, Any]) -> str:
 def _rates(report: Mapping[str, Any]) -> str:
     """How much each rank computes while its link carries a byte, next to a GPU cluster's figure."""
     flops = report["matmul_flops_per_rank"]
-    text = f"Matrix products: {flops / 1e9:.3g} GFLOP/s a rank, all at once."
+    text = f"{report['device']}; matrix products: {flops / 1e9:.3g} GFLOP/s a rank, all at once."
     if report["link_rate"] is None:
         return text
     link = link_bytes_per_second(report["link_rate"])

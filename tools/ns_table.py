@@ -52,8 +52,8 @@ FormEntry = tuple[Literal["standard", "gram"], int, int]
 
 FORMS: dict[int, dict[float, FormEntry]] = {{
 {forms}}}
-"""short side -> long side / short side -> (form, halvings of X X^T, halvings of (R, R) products), for float32 on the
-CPU; measured with one thread."""
+"""short side -> long side / short side -> (form, depth of X X^T, depth of (R, R) products), for float32 on the CPU;
+measured with one thread."""
 
 BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
 {batched}}}
@@ -95,18 +95,12 @@ def plain(matrix: Tensor) -> Tensor:
 
 
 def best_depth(left: Tensor, right: Tensor, add: Tensor | None, seconds: float) -> int:
-    """The fastest number of halvings of one symmetric product."""
-    out = left.new_empty(left.size(0), left.size(0))
-    depths = [
-        depth for depth in DEPTHS if left.size(0) % (1 << depth) == 0 and left.size(0) >> depth >= 8
-    ]
-
+    """The fastest depth of one symmetric product."""
     candidates = [
-        partial(ns.symmetric_product, left, right, out=out, depth=depth, add=add)
-        for depth in depths
+        partial(ns.symmetric_product, left, right, depth=depth, add=add) for depth in DEPTHS
     ]
     times = alternating_medians(candidates, seconds)
-    return depths[times.index(min(times))]
+    return DEPTHS[times.index(min(times))]
 
 
 def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormChoice:
