@@ -1,16 +1,16 @@
 """Newton-Schulz orthogonalisation: pure functions from matrices to matrices.
 
 Owns the coefficient sets, the two forms of the iteration (standard, and Gram with its restart), products with
-symmetric results computed by halves, and batching of equal shapes. Which form a shape takes comes from
+symmetric results computed by half, and batching of equal shapes. Which form a shape takes comes from
 `newton_schulz_table.py`, a fixed table that `tools/ns_table.py` measured: never from timing, so a run can be repeated.
 It holds no state, steps no parameter and never communicates. Next: `muon.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -163,7 +163,7 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
 class FormChoice(NamedTuple):
     """How a shape is iterated on.
 
-    `wide_depth` and `depth` say how often the symmetric products X X^T and those of (R, R) matrices are halved (see
+    `wide_depth` and `depth` are how finely the symmetric products X X^T and those of (R, R) matrices are cut (see
     `symmetric_product`); with `onednn` they are whole, and oneDNN's.
     """
 
@@ -182,8 +182,7 @@ def _table_entry(rows: int, cols: int, batched: bool) -> FormChoice:
     form, wide_depth, depth = by_ratio[
         max((r for r in by_ratio if r <= ratio), default=min(by_ratio))
     ]
-    halvings = (rows & -rows).bit_length() - 1  # how often rows can be halved
-    return FormChoice(form, min(wide_depth, halvings), min(depth, halvings), onednn=False)
+    return FormChoice(form, wide_depth, depth, onednn=False)
 
 
 def choose_form(x: Tensor, form: Form) -> FormChoice:
@@ -258,68 +257,53 @@ def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
 
 
 def _iterate(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
-    """All steps on a normalised x (..., R, C), R <= C; may return x's own storage changed."""
+    """All steps on a normalised x (..., R, C), R <= C."""
     if choice.form == "standard" and not (choice.wide_depth or choice.depth or choice.onednn):
         return _standard(x, coefficients)
     chunks = (
         _chunks(coefficients) if choice.form == "gram" else [[triple] for triple in coefficients]
     )
-    if choice.onednn:
-        return _by_gram_onednn(x, chunks)
-    return _by_gram(x, chunks, choice.wide_depth, choice.depth)
+    return _by_gram(x, chunks, choice)
 
 
 def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    mm, addmm = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+    gram = x.new_empty(*x.shape[:-1], x.size(-2))
+    update = torch.empty_like(gram)
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        update = addmm(gram, gram, gram, beta=b, alpha=c)
+        mm(x, x.mT, out=gram)
+        addmm(gram, gram, gram, beta=b, alpha=c, out=update)
         x = addmm(x, update, x, beta=a)
     return x
 
 
-def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], wide_depth: int, depth: int) -> Tensor:
+def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], choice: FormChoice) -> Tensor:
     """Iterate on the Gram matrix G = X X^T (R, R) alone, collect the polynomial Q, and apply it: X = Q X.
 
-    Every factor is a polynomial in G, so all of them commute and every product is symmetric. With Z = b G + c G^2 a
-    step is Q = a Q + Q Z and G = (a I + Z) G (a I + Z). Q is applied and G formed anew after every chunk of steps;
-    chunks of one step are the standard form, longer ones the Gram form (see the restart's constants).
+    Every factor is a polynomial in G, so all of them commute and every product is symmetric. With W = a I + b G + c G^2
+    a step is Q = Q W and G = W G W. Q is applied and G formed anew after every chunk of steps; chunks of one step are
+    the standard form, longer ones the Gram form (see the restart's constants).
     """
-    gram = x.new_empty(*x.shape[:-1], x.size(-2))
-    poly, z, spare = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(gram)
+    wide: Callable[..., Tensor] = partial(symmetric_product, depth=choice.wide_depth)
+    square: Callable[..., Tensor] = partial(symmetric_product, depth=choice.depth)
+    if choice.onednn:
+        x = x.contiguous()  # oneDNN would copy a transposed left operand in every product
+        wide = square = onednn.product
     for chunk in chunks:
-        symmetric_product(x, x.mT, out=gram, depth=wide_depth)
-        for i, (a, b, c) in enumerate(chunk):
-            symmetric_product(gram, gram, out=z, depth=depth, add=gram, beta=b, alpha=c)
-            if i == 0:
-                poly.copy_(z).diagonal(dim1=-2, dim2=-1).add_(a)
-            else:
-                symmetric_product(poly, z, out=spare, depth=depth, add=poly, beta=a)
-                poly, spare = spare, poly
-            if i + 1 < len(chunk):
-                symmetric_product(gram, z, out=spare, depth=depth, add=gram, beta=a)
-                symmetric_product(spare, z, out=gram, depth=depth, add=spare, beta=a)
-        x = _product(poly, x, torch.empty_like(x), None, 1.0, 1.0)
-    return x
-
-
-def _by_gram_onednn(x: Tensor, chunks: Sequence[Sequence[Triple]]) -> Tensor:
-    """`_by_gram` for one matrix with products that take no addend: W = a I + G (b I + c G) is formed whole."""
-    x = x.contiguous()  # oneDNN would copy a transposed left operand in every product
-    for chunk in chunks:
-        gram = onednn.product(x, x.mT)
+        gram = wide(x, x.mT)
         poly = None
         for i, (a, b, c) in enumerate(chunk):
-            inner = c * gram
-            inner.diagonal().add_(b)
-            step = onednn.product(gram, inner)
-            step.diagonal().add_(a)
-            poly = step if poly is None else onednn.product(poly, step)
+            if choice.onednn:  # its products take no addend
+                step = square(gram, gram).mul_(c).add_(gram, alpha=b)
+            else:
+                step = square(gram, gram, add=gram, beta=b, alpha=c)
+            step.diagonal(dim1=-2, dim2=-1).add_(a)
+            poly = step if poly is None else square(poly, step)
             if i + 1 < len(chunk):
-                gram = onednn.product(onednn.product(gram, step), step)
+                gram = square(square(gram, step), step)
         assert poly is not None
-        x = onednn.product(poly, x)
+        x = onednn.product(poly, x) if choice.onednn else poly @ x
     return x
 
 
@@ -335,79 +319,34 @@ def symmetric_product(
     left: Tensor,
     right: Tensor,
     *,
-    out: Tensor,
     depth: int,
     add: Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> Tensor:
-    """out = beta add + alpha left @ right, (..., R, R), where the caller knows that the result is symmetric.
+    """beta add + alpha left @ right, (..., R, R), where the caller knows that the result is symmetric.
 
-    With `depth` d > 0 the square is halved d times: of each diagonal square only the lower left quarter is multiplied
-    and mirrored, down to diagonal squares of R / 2^d, which are multiplied whole. That is (1 + 2^-d) / 2 of the FLOPs
-    in d + 1 batched products, and needs matrices (not batches) whose R is divisible by 2^d. `out` must be none of
-    the operands.
+    With `depth` d > 0 matrices (not batches) are multiplied in 2^d strips of rows, each up to its end of the diagonal,
+    and mirrored: (1 + 2^-d) / 2 of the FLOPs.
     """
     if depth == 0:
-        return _product(left, right, out, add, beta, alpha)
-    rows = left.size(0)
-    for level in range(1, depth + 1):
-        half, count = rows >> level, 1 << (level - 1)
-        strips = _Strips(count, half, 2 * half)
-        quarter = strips.squares(out, half, 0)
-        added = None if add is None else strips.squares(add, half, 0)
-        _product(strips.rows(left, half), strips.rows(right.mT, 0).mT, quarter, added, beta, alpha)
-        strips.squares(out, 0, half).copy_(quarter.mT)
-    leaf = rows >> depth
-    strips = _Strips(1 << depth, leaf, leaf)
-    added = None if add is None else strips.squares(add, 0, 0)
-    _product(
-        strips.rows(left, 0),
-        strips.rows(right.mT, 0).mT,
-        strips.squares(out, 0, 0),
-        added,
-        beta,
-        alpha,
-    )
-    return out
-
-
-class _Strips(NamedTuple):
-    """`number` runs of `size` rows, `step` rows apart, as one strided batch: views, so that nothing is copied."""
-
-    number: int
-    size: int
-    step: int
-
-    def rows(self, matrix: Tensor, first: int) -> Tensor:
-        """(number, size, columns): the runs from row `first` on, whole rows."""
-        down, right = matrix.stride()
-        shape, strides = (self.number, self.size, matrix.size(1)), (self.step * down, down, right)
-        return matrix.as_strided(shape, strides, matrix.storage_offset() + first * down)
-
-    def squares(self, matrix: Tensor, row: int, column: int) -> Tensor:
-        """(number, size, size): squares that start at (row, column) and go down parallel to the diagonal."""
-        down, right = matrix.stride()
-        shape, strides = (
-            (self.number, self.size, self.size),
-            (self.step * (down + right), down, right),
-        )
-        return matrix.as_strided(
-            shape, strides, matrix.storage_offset() + row * down + column * right
-        )
-
-
-def _product(
-    left: Tensor, right: Tensor, out: Tensor, add: Tensor | None, beta: float, alpha: float
-) -> Tensor:
-    """out = beta add + alpha left @ right, for matrices or batches of them."""
-    if left.ndim == 2:
         if add is None:
-            return torch.mm(left, right, out=out)
-        return torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
-    if add is None:
-        return torch.bmm(left, right, out=out)
-    return torch.baddbmm(add, left, right, beta=beta, alpha=alpha, out=out)
+            return left @ right
+        addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
+        return addmm(add, left, right, beta=beta, alpha=alpha)
+    rows = left.size(0)
+    out = left.new_empty(rows, rows)
+    for i in range(1 << depth):
+        top, end = rows * i >> depth, rows * (i + 1) >> depth
+        strip = out[top:end, :end]
+        if add is None:
+            torch.mm(left[top:end], right[:, :end], out=strip)
+        else:
+            torch.addmm(
+                add[top:end, :end], left[top:end], right[:, :end], beta=beta, alpha=alpha, out=strip
+            )
+        out[:top, top:end].copy_(strip[:, :top].mT)
+    return out
 
 
 def _standard_separate(x: Tensor, settings: NewtonSchulz) -> Tensor:

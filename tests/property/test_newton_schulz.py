@@ -138,22 +138,20 @@ def test_without_its_restart_the_gram_form_fails_there(monkeypatch: pytest.Monke
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 4), st.integers(1, 5), st.integers(1, 60), st.booleans(), seeds)
-def test_symmetric_products_by_halves(
-    depth: int, leaf: int, inner: int, added: bool, seed: int
+@given(st.integers(0, 4), st.integers(1, 60), st.integers(1, 60), st.booleans(), seeds)
+def test_symmetric_products_in_strips(
+    depth: int, rows: int, inner: int, added: bool, seed: int
 ) -> None:
-    rows = leaf << depth
     x = random_matrix(seed, rows, inner)
     gram = x @ x.mT
-    out = torch.full((rows, rows), float("nan"))
     if added:
-        symmetric_product(gram, gram, out=out, depth=depth, add=gram, beta=-2.0, alpha=0.5)
+        product = symmetric_product(gram, gram, depth=depth, add=gram, beta=-2.0, alpha=0.5)
         expected = -2.0 * gram.double() + 0.5 * gram.double() @ gram.double()
     else:
-        symmetric_product(x, x.mT, out=out, depth=depth)
+        product = symmetric_product(x, x.mT, depth=depth)
         expected = gram.double()
     torch.testing.assert_close(
-        out.double(), expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0
+        product.double(), expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0
     )
 
 
@@ -164,8 +162,7 @@ def test_the_form_is_a_function_of_the_shape(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_form(torch.empty(512, 2048), "standard").form == "standard"
     assert choose_form(torch.empty(512, 2048), "auto").depth > 0
     whole = FormChoice("gram", 0, 0, onednn=False)
-    assert choose_form(torch.empty(333, 999), "auto") == whole, "333 rows cannot be halved"
-    assert choose_form(torch.empty(8, 333, 999), "auto").depth == 0, "nor can batches"
+    assert choose_form(torch.empty(8, 512, 999), "auto").depth == 0, "batches are not cut"
     meta = torch.empty(64, 640, device="meta", dtype=torch.bfloat16)
     assert choose_form(meta, "auto") == whole
     assert choose_form(torch.empty(4096, 4096, device="meta"), "auto").form == "standard"
