@@ -66,7 +66,8 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                     )
                 self.allocate(param, group)
                 ready.append(param)
-            self.update(ready, group)
+            if ready:
+                self.update(ready, group)
         return loss
 
     def allocate_state(self) -> None:
@@ -94,7 +95,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
-        """One step of the rule for parameters of one group that have gradients and state."""
+        """One step of the rule for parameters of one group, at least one, that have gradients and state."""
 
 
 def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:

@@ -138,7 +138,8 @@ def test_without_batching_a_matrix_does_not_depend_on_its_neighbours() -> None:
 def test_parameters_without_a_gradient_or_without_rows_are_passed_over() -> None:
     idle, elsewhere, active = (nn.Parameter(torch.ones(n, 4)) for n in (4, 0, 4))
     elsewhere.grad, active.grad = torch.ones(0, 4), torch.randn(4, 4)
-    optimizer = Muon([idle, elsewhere, active], lr=0.1)
+    group_without_any = {"params": [nn.Parameter(torch.ones(4, 4))]}
+    optimizer = Muon([{"params": [idle, elsewhere, active]}, group_without_any], lr=0.1)
     optimizer.step()
     assert torch.equal(idle, torch.ones(4, 4))
     assert not torch.equal(active, torch.ones(4, 4))
