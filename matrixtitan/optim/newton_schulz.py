@@ -138,6 +138,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     same shapes, in the dtype of the iteration. Equal shapes are multiplied as one batch where the table says that it
     is faster. Inputs are not changed.
     """
+    if len(matrices) == 1 and matrices[0].ndim == 2:
+        return [orthogonalize_one(matrices[0], settings)]
     results: list[Tensor | None] = [None] * len(matrices)
     for indices in _equal_shapes(matrices):
         group = [matrices[i] for i in indices]
@@ -250,7 +252,7 @@ def _batch_pays(shape: Sequence[int], device: torch.device) -> bool:
 
 def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
     """x over its Frobenius norm, which bounds the spectral norm by 1."""
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=None if x.ndim == 2 else (-2, -1), keepdim=True)
     if settings.norm_margin != 1.0:
         norm = norm * settings.norm_margin
     return x / norm.clamp(min=settings.eps)
