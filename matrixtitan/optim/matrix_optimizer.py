@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,6 +85,16 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         """Allocate one parameter's state unless it exists."""
         if not self.state[param]:
             self.state[param].update(self.initial_state(param, group))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base class does, but state keeps its dtype: float32 beside bfloat16 parameters too."""
+        super().load_state_dict(state_dict)
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, param in zip(indices, params, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if value.is_floating_point():
+                    self.state[param][name] = value.to(param.device)
 
     @abstractmethod
     def check_group(self, group: ParamGroup) -> None:

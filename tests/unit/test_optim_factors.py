@@ -314,6 +314,21 @@ def test_state_dict_round_trip_continues_the_trajectory(
     assert torch.equal(trajectory(resumed, half, grads[4:])[-1], expected)
 
 
+@OPTIMIZERS
+def test_state_stays_float32_beside_bfloat16_parameters(
+    optimizer_class: type[SOAP | Shampoo],
+) -> None:
+    param = nn.Parameter(torch.zeros(8, 12, dtype=torch.bfloat16))
+    first, grads = optimizer_class([param]), [grad.bfloat16() for grad in gradients((8, 12), 4)]
+    trajectory(first, param, grads[:2])
+    resumed = optimizer_class([param])
+    resumed.load_state_dict(first.state_dict())
+    for name, value in first.state[param].items():
+        assert torch.equal(resumed.state[param][name], value), name
+        assert resumed.state[param][name].dtype == value.dtype, name
+    trajectory(resumed, param, grads[2:])
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "options", "message"),
     [
