@@ -1,7 +1,7 @@
-"""Train one config over a grid of settings; a table and a plot of validation losses come out.
+"""Train configs over a grid of settings; a table and a plot of validation losses come out.
 
-    python tools/sweep.py --config debug --nproc 2 --grid optimizer.name=muon,soap \\
-        --grid optimizer.lr=0.005,0.01,0.02 --grid debug.seed=0,1,2 --training.steps 300
+    python tools/sweep.py --config debug_soap,debug_adamw --nproc 2 --grid optimizer.lr=0.002,0.004 \\
+        --grid debug.seed=0,1,2
 
 Every `--grid key=a,b,c` is one axis; other `--section.key value` pairs go to every run as they are. `--jobs` runs are
 made at a time; their times are only comparable where each has cores of its own. Each finished run is a line of
@@ -54,7 +54,7 @@ def parse_axis(text: str) -> tuple[str, list[str]]:
     return key, values.split(",")
 
 
-def run(config: str, settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> Result:
+def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> Result:
     """Train once and read back the curves. Raises RuntimeError with the end of the log where training fails."""
     overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = [
@@ -64,7 +64,7 @@ def run(config: str, settings: Settings, fixed: Sequence[str], nproc: int, folde
         "--standalone",
         f"--nproc-per-node={nproc}",
     ]
-    command += ["train.py", "--config", config, *fixed, *overrides]
+    command += ["train.py", *overrides, *fixed]
     command += ["--job.dump_folder", str(folder), "--validation.enable", "true"]
     start = time.perf_counter()
     done = subprocess.run(
@@ -166,9 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="debug", help="config of every run (default debug)")
     parser.add_argument(
-        "--grid", type=parse_axis, action="append", required=True, help="section.key=a,b,c; repeat"
+        "--config",
+        type=lambda text: text.split(","),
+        default=["debug"],
+        help="config of every run; several, with commas, are one more axis (default debug)",
+    )
+    parser.add_argument(
+        "--grid", type=parse_axis, action="append", default=[], help="section.key=a,b,c; repeat"
     )
     parser.add_argument("--nproc", type=int, default=1, help="processes of each run (default 1)")
     parser.add_argument("--jobs", type=int, default=1, help="runs made at a time (default 1)")
@@ -178,14 +183,12 @@ def main() -> None:
     arguments, fixed = parser.parse_known_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    check_same_sweep(
-        out / "sweep.json", {"config": arguments.config, "nproc": arguments.nproc, "fixed": fixed}
-    )
+    check_same_sweep(out / "sweep.json", {"nproc": arguments.nproc, "fixed": fixed})
     path = out / "results.jsonl"
-    keys = [key for key, _ in arguments.grid]
+    axes = [("config", arguments.config), *arguments.grid]
     grid = [
-        dict(zip(keys, values, strict=True))
-        for values in product(*(values for _, values in arguments.grid))
+        dict(zip((key for key, _ in axes), values, strict=True))
+        for values in product(*(values for _, values in axes))
     ]
     results = load_results(path)
     missing = [
@@ -195,7 +198,7 @@ def main() -> None:
     def make(settings: Settings) -> Result:
         values = (f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
         folder = out / "runs" / "_".join(values)
-        return run(arguments.config, settings, fixed, arguments.nproc, folder)
+        return run(settings, fixed, arguments.nproc, folder)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = [pool.submit(make, settings) for settings in missing]
