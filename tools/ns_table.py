@@ -200,7 +200,8 @@ def report(seconds: float) -> None:
     for shape in REPORT_SHAPES:
         matrix = torch.randn(shape)
         choice = ns.choose_form(matrix if shape[0] <= shape[1] else matrix.mT, "auto")
-        products = "oneDNN" if choice.onednn else f"halved {choice.wide_depth}, {choice.depth}"
+        strips = f"strips {1 << choice.wide_depth}, {1 << choice.depth}"
+        products = "oneDNN" if choice.onednn else strips
         before, after = alternating_medians(
             [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
         )
