@@ -12,7 +12,8 @@ forwards.
 
 [Note: a call lives as long as its graph]
 Only the autograd graph holds a Call. A forward whose output is dropped without a backward takes its Call with it, so
-a forgotten forward cannot hold back a later reduction.
+a forgotten forward cannot hold back a later reduction. Where the output is kept, the reduction comes late, in the final
+callback: a backward leaves nothing unreduced behind. A graph that is kept may run backward again: its calls reopen.
 
 [Note: one order on all ranks]
 Collectives match by order. Units are gathered on demand in the order of forward, which must be the same on every
@@ -60,6 +61,7 @@ class UnitState:
         self.running: list[Call | None] = []  # forwards now executing, innermost last
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # forwards whose backward is not over
         self.modules_run: set[nn.Module] = set()
+        self.keeps_gradients = False  # accumulated without being reduced
 
     @property
     def in_backward(self) -> bool:
@@ -134,7 +136,9 @@ class Schedule:
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:
-            return  # a recomputation, with the whole model inside a checkpoint
+            if _backward_is_running():
+                return  # a recomputation, with the whole model inside a checkpoint
+            self._abandon_backward()
         for state in self.states:
             state.unit.check_materialized()
             state.running.clear()
@@ -236,8 +240,9 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             _at_end_of_backward(self._end_backward)
-        if not call.begun:
-            call.begun = True
+        if call.over or not call.begun:
+            call.begun, call.over = True, False
+            state.calls.add(call)  # again, where its graph is kept
             self._begun.append(call)
         if call.needs_weights:
             self._gather(state, self._order, step=-1)
@@ -257,7 +262,8 @@ class Schedule:
     def _reduce(self, state: UnitState) -> None:
         if not state.unit.trainable:
             return
-        if not self.reduce_gradients:
+        state.keeps_gradients = not self.reduce_gradients
+        if state.keeps_gradients:
             state.unit.keep_gradients()
             return
         if len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
@@ -268,15 +274,14 @@ class Schedule:
 
     def _end_backward(self) -> None:
         try:
-            unfinished = [call for call in self._begun if not call.over]
-            for call in unfinished:
-                call.over = True
-                call.state.calls.discard(call)
-            late = {call.state for call in unfinished}
+            late = {call.state for call in self._begun if not call.over}
+            self._close_calls()
+            late |= {call.state for call in self._begun if call.state.calls}
+            if self.reduce_gradients:  # of earlier backwards, where this one did not come by
+                late |= {state for state in self.states if state.keeps_gradients}
             for state in sorted(late, key=lambda s: s.index, reverse=True):
                 state.unit.reshard()
-                if not state.calls:
-                    self._reduce(state)
+                self._reduce(state)
             for reduction in self._reductions:
                 reduction.wait_for_owners()
             for reduction in self._reductions:
@@ -286,6 +291,23 @@ class Schedule:
             self._reductions = []
             self._begun = []
             self._in_backward = False
+
+    def _close_calls(self) -> None:
+        for call in self._begun:
+            call.over = True
+            call.state.calls.discard(call)
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised, on every rank: drop its gradients, and unreduced ones of those before."""
+        self._close_calls()
+        for reduction in self._reductions:
+            reduction.drop()
+        for state in self.states:
+            state.unit.drop_gradients()
+            state.keeps_gradients = False
+        self._reductions = []
+        self._begun = []
+        self._in_backward = False
 
 
 class _PostBackward(torch.autograd.Function):
@@ -310,6 +332,11 @@ def _at_end_of_backward(callback: Callable[[], None]) -> None:
     Private in PyTorch up to 2.15; DDP and FSDP2 use it too, and no public hook runs at that point. Only used here.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _backward_is_running() -> bool:
+    """In this thread. Private in PyTorch up to 2.15, which uses it for checkpointing. Only used here."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _watch_inputs(schedule: Schedule, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

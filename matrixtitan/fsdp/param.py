@@ -69,6 +69,11 @@ class ShardedParam:
                     f"{self.fqn} was replaced after fully_shard (by load_state_dict(assign=True), module.to() or an "
                     "assignment?); copy new values into the sharded parameter in place instead"
                 )
+            if self.sharded.requires_grad != self.trainable:
+                raise RuntimeError(
+                    f"requires_grad of {self.fqn} was changed after fully_shard, which takes no notice of it; set it "
+                    "before"
+                )
             setattr(slot.module, slot.name, self.unsharded)
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor | None:

@@ -211,6 +211,12 @@ class Unit:
             if param.trainable:
                 param.keep_gradient(self.reduce_dtype)
 
+    def drop_gradients(self) -> None:
+        """Forget full gradients that were not reduced."""
+        for param in self.params:
+            if param.trainable:
+                param.take_gradient(self.reduce_dtype)
+
     def start_reduce(self) -> Reduction:
         """Send every gradient to its owner. A parameter unused on this rank counts as zeros, so that ranks agree on
         what is sent."""
@@ -289,6 +295,12 @@ class Reduction:
             self._replicas = comm.replica_channel.submit(
                 issue, f"all-reducing the gradients of {self._unit.name} over replicas"
             )
+
+    def drop(self) -> None:
+        """Wait, and forget the sums."""
+        mine, self._mine = self._mine, []
+        self.finish()
+        del mine  # a buffer lives until what writes into it was waited for
 
     def finish(self) -> None:
         """Add the sums to the sharded parameters' `.grad`, in their stored dtype."""

@@ -56,6 +56,13 @@ def replaced_parameter() -> None:
     model(batch(0)[0])
 
 
+def frozen_later() -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    model.blocks[1].up.weight.requires_grad_(False)
+    model(batch(0)[0])
+
+
 def reentrant_checkpoint() -> None:
     model = make_toy()
     fully_shard(model, units=toy_units())
@@ -100,6 +107,7 @@ CASES: list[tuple[Callable[[], None], str, bool]] = [
     (unknown_unit, "'blocks.7', which the model does not have", True),
     (plan_of_another_model, "the plan does not fit the model", True),
     (replaced_parameter, "blocks.1.up.weight was replaced after fully_shard", True),
+    (frozen_later, "requires_grad of blocks.1.up.weight was changed after fully_shard", True),
     (reentrant_checkpoint, "reentrant checkpointing is not supported", True),
     (other_unit_on_one_rank, "ranks run different units at the same time", True),
     (

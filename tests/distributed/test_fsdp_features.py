@@ -213,6 +213,83 @@ def forgotten_forward(replicas: int) -> None:
     check_gradients(sharded, plain)
 
 
+def remembered_forward(replicas: int) -> None:
+    """As above, but its loss is kept: the graph is alive, and the next backward reduces all the same."""
+    plain, model = make_toy(), make_toy()
+    sharded = shard(model, replicas)
+    losses = []
+    for step in range(2):
+        plain(*batch(step, ROWS)).backward()
+        losses.append(model(*my_share(step + 5)))
+        model(*my_share(step)).backward()
+    check_gradients(sharded, plain)
+
+
+def two_backwards_through_one_graph(replicas: int) -> None:
+    plain, model = make_toy(), make_toy()
+    sharded = shard(model, replicas)
+    for step in range(2):
+        for copy, (tokens, _) in ((plain, batch(step, ROWS)), (model, my_share(step))):
+            logits = copy(tokens)
+            logits.square().sum().backward(retain_graph=True)
+            logits.sin().sum().backward()
+    check_gradients(sharded, plain)
+
+
+class TwoHeads(Toy):
+    """Both heads run in each forward, the loss sees one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.second = nn.Linear(8, 24, bias=False)
+        self.use_second = False
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        logits = self.head(x), self.second(x)
+        return logits[self.use_second].square().sum()
+
+
+def heads_by_turns_accumulated(replicas: int) -> None:
+    """The microbatch that reduces does not come by a unit whose gradients an earlier one kept."""
+    plain, model = TwoHeads(), TwoHeads()
+    units = [["embed"], *([f"blocks.{i}"] for i in range(3)), ["norm"], ["head"], ["second"]]
+    sharded = shard(model, replicas, units=units, tail_patterns=("head.weight", "second.weight"))
+    for step in range(4):
+        plain.use_second = model.use_second = step % 2 == 1
+        plain(*batch(step, ROWS)).backward()
+        sharded.set_reduce_gradients(step % 2 == 1)
+        model(*my_share(step)).backward()
+    check_gradients(sharded, plain)
+
+
+def backward_that_raises(replicas: int) -> None:
+    """On every rank, in the middle: the gradients of that step are lost, and nothing else."""
+    plain, model = make_toy(), make_toy()
+    sharded = shard(model, replicas)
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    def poison(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(stop)
+
+    for step in range(3):
+        if step == 1:
+            handle = model.blocks[1].register_forward_hook(poison)
+            with pytest.raises(ArithmeticError):
+                model(*my_share(step)).backward()
+            handle.remove()
+        else:
+            plain(*batch(step, ROWS)).backward()
+            model(*my_share(step)).backward()
+    check_gradients(sharded, plain)
+
+
 def evaluation_between(replicas: int) -> None:
     plain, model = make_toy(), make_toy()
     sharded = shard(model, replicas, reshard_after_forward="never")
@@ -356,6 +433,10 @@ FEATURES = [
     two_forwards_one_backward,
     two_forwards_two_backwards,
     forgotten_forward,
+    remembered_forward,
+    two_backwards_through_one_graph,
+    heads_by_turns_accumulated,
+    backward_that_raises,
     evaluation_between,
     state_dict_reloaded,
     step_without_backward,
