@@ -45,7 +45,7 @@ SOAP_BAND = 2e-3
 OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
-    "shampoo": OptimizerConfig(name="shampoo", lr=1e-3, precondition_frequency=2),
+    "shampoo": OptimizerConfig(name="shampoo", lr=1e-3, precondition_frequency=4),
     "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2),
 }
 
