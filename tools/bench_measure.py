@@ -304,16 +304,22 @@ def traced_memory(device: torch.device) -> Iterator[Traced]:
 
 
 class WireCounter:
-    """Bytes that the network interface of this job sent: of this host, or on loopback of all ranks of the machine."""
+    """Bytes through this job's network interface: of this host, or on loopback of all ranks of the machine."""
 
     def __init__(self, world: World) -> None:
         self.interface = wire_interface(world.size)
 
     def sent(self) -> int | None:
         """None where there is no such interface to read."""
+        return self._counter("tx_bytes")
+
+    def received(self) -> int | None:
+        return self._counter("rx_bytes")
+
+    def _counter(self, name: str) -> int | None:
         if self.interface is None:
             return None
-        return int(Path(f"/sys/class/net/{self.interface}/statistics/tx_bytes").read_text())
+        return int(Path(f"/sys/class/net/{self.interface}/statistics/{name}").read_text())
 
 
 def wire_interface(world_size: int) -> str | None:

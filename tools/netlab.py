@@ -33,6 +33,8 @@ MASTER_PORT = 29500
 BUCKET_BYTES = (
     16 * 1024
 )  # small against a message, large against a packet; the kernel segments larger ones
+MTU = 1500  # Ethernet's; clusters mostly use jumbo frames, 9000
+FRAME_BYTES = 14  # Ethernet's header, which the MTU does not count
 QUEUE_MS = 500  # deep enough that a switch port does not drop when every host sends to one
 STOP_GRACE_S = 5.0
 
@@ -48,10 +50,15 @@ class LinkBytes:
 class Netlab:
     """The namespaces, bridge and links of one run; names carry a random id, so runs side by side do not clash."""
 
-    def __init__(self, nodes: int, rate: str) -> None:
+    def __init__(self, nodes: int, rate: str, mtu: int = MTU) -> None:
+        if not MTU <= mtu <= BUCKET_BYTES - FRAME_BYTES:
+            raise ValueError(
+                f"--mtu {mtu}: from {MTU} to {BUCKET_BYTES - FRAME_BYTES}, so that a packet fits the token bucket"
+            )
         if not 1 <= nodes <= 250:
             raise ValueError(f"--nodes {nodes}: from 1 to 250 hosts fit the emulated network")
         self.rate = rate
+        self.mtu = mtu
         self.prefix = f"mtlab-{os.getpid()}-{secrets.token_hex(3)}"
         self.switch = f"{self.prefix}-switch"
         self.hosts = [f"{self.prefix}-{index}" for index in range(nodes)]
@@ -73,6 +80,7 @@ class Netlab:
             for namespace, device in ((host, "eth0"), (self.switch, port)):
                 # no IPv6 address: its neighbour discovery would show up in the counters
                 _ip("-n", namespace, "link", "set", device, "addrgenmode", "none")
+                _ip("-n", namespace, "link", "set", device, "mtu", str(self.mtu))
             _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "lo", "up")
             _ip("-n", host, "link", "set", "eth0", "up")
@@ -145,9 +153,9 @@ def list_namespaces() -> list[str]:
 
 
 @contextmanager
-def laboratory(nodes: int, rate: str) -> Iterator[Netlab]:
+def laboratory(nodes: int, rate: str, mtu: int = MTU) -> Iterator[Netlab]:
     """A built Netlab; whatever happens inside, its namespaces are gone afterwards."""
-    lab = Netlab(nodes, rate)
+    lab = Netlab(nodes, rate, mtu)
     with _guardian(lab.prefix):
         try:
             lab.build()
@@ -258,6 +266,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rate", required=True, help="each link's rate in each direction, as tc spells it: 10mbit"
     )
+    parser.add_argument(
+        "--mtu", type=int, default=MTU, help="largest packet; 9000 for jumbo frames"
+    )
     parser.add_argument("--counters", type=Path, help="write each link's bytes to this JSON file")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND and its arguments")
     arguments = parser.parse_args(argv)
@@ -295,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGHUP, interrupted)
     try:
         check_requirements()
-        with laboratory(arguments.nodes, arguments.rate) as lab:
+        with laboratory(arguments.nodes, arguments.rate, arguments.mtu) as lab:
             before = lab.counters()
             code = run(lab, arguments.command)
             report(before, lab.counters(), arguments.counters)

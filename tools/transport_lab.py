@@ -1,9 +1,10 @@
 """Time every transport on a plan's units and compare with `plan/cost.py`: seconds, and bytes through the interface.
 
-    python tools/netlab.py --nodes 8 --rate 10mbit -- python tools/transport_lab.py --rate 10mbit
+    python tools/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- python tools/transport_lab.py --rate 10mbit
     torchrun --nproc-per-node 4 tools/transport_lab.py
 
-Every rank runs it. Transports take turns; medians of the slowest rank. Owns only that comparison.
+Every rank runs it. Transports take turns; medians of the slowest rank. `--check` fails where a time is more than 20%
+from its formula, or the ring's bytes are more than 5% above. Owns only that comparison.
 Next: `matrixtitan/fsdp/transports.py`.
 """
 
@@ -14,22 +15,33 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
 from matrixtitan.fsdp.api import TRANSPORTS
 from matrixtitan.fsdp.transports import Piece
+from matrixtitan.fsdp.transports import Transport as Mover
 from matrixtitan.mesh import init_world
 from matrixtitan.parallelize import model_specs
-from matrixtitan.plan.cost import transport_seconds, unit_shares
+from matrixtitan.plan.cost import (
+    Direction,
+    Transport,
+    transport_bytes,
+    transport_seconds,
+    unit_shares,
+)
 from matrixtitan.plan.planner import make_plan
 from models import build_model
 from tools.bench_measure import WireCounter
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}  # bytes per second
+TIME_MARGIN, BYTE_MARGIN = 0.2, 0.05
 
 
 def link_bytes_per_second(rate: str) -> float:
@@ -40,17 +52,84 @@ def link_bytes_per_second(rate: str) -> float:
     raise ValueError(f"--rate {rate!r}: write it as netlab does, such as 10mbit or 1gbit")
 
 
-def unit_pieces(flavor: str, vocab_size: int, world_size: int) -> dict[str, list[int]]:
-    """Bytes of each owner's share of the embedding, of one block, and of the output unit, by the plan."""
+def shares_of_units(flavor: str, vocab_size: int, world_size: int) -> dict[str, list[int]]:
+    """Bytes of each owner's share of every unit, by the plan."""
     with torch.device("meta"):
         model = build_model("llama3", flavor, vocab_size=vocab_size, max_seq_len=128)
     config = Config(model=ModelConfig(flavor=flavor), training=TrainingConfig(global_batch_size=1))
-    shares = unit_shares(make_plan(model_specs(model, config), world_size), element_bytes=4)
-    return {
-        name: shares[name]
-        for name in shares
-        if not name.startswith("layers.") or name == "layers.0"
-    }
+    return unit_shares(make_plan(model_specs(model, config), world_size), element_bytes=4)
+
+
+class Moved(NamedTuple):
+    """One operation: seconds of the slowest rank, and bytes through this rank's interface (0: it has none)."""
+
+    seconds: float
+    sent: int
+    received: int
+
+
+def move(transport: Mover, direction: Direction, shares: Sequence[int], wire: WireCounter) -> Moved:
+    pieces = [Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share]
+    dist.barrier()
+    sent, received, start = wire.sent() or 0, wire.received() or 0, time.perf_counter()
+    for work in getattr(transport, direction)(pieces):
+        work.wait()
+    took = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(took, dist.ReduceOp.MAX)  # and all sends are done
+    return Moved(took.item(), (wire.sent() or 0) - sent, (wire.received() or 0) - received)
+
+
+def largest(value: float) -> float:
+    """Over all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def compare(
+    name: Transport,
+    direction: Direction,
+    samples: Sequence[Moved],
+    shares: list[int],
+    rate: str,
+    message_seconds: float,
+) -> tuple[str, bool]:
+    """A line of the table, and whether it is as the formulas say. Every rank calls it."""
+    seconds = statistics.median(sample.seconds for sample in samples)
+    busiest = largest(statistics.median(max(s.sent, s.received) for s in samples))
+    line, good = f"{name:9}  {direction:9}  {1e3 * seconds:12.1f}", True
+    if rate:
+        predicted = transport_seconds(
+            name,
+            shares,
+            link_bytes_per_second(rate),
+            backend="gloo",
+            direction=direction,
+            message_seconds=message_seconds,
+        )
+        ratio = seconds / predicted
+        line += f"  {1e3 * predicted:12.1f}  {ratio:5.2f}"
+        good = abs(ratio - 1) <= TIME_MARGIN
+    if busiest:
+        due = transport_bytes(name, shares, direction=direction, backend="gloo").link
+        line += f"  {busiest:12.0f}  {due:9d}  {busiest / due:5.3f}"
+        good = good and (name != "ring" or busiest <= (1 + BYTE_MARGIN) * due)
+    return line + ("" if good else "  <"), good
+
+
+def step_of_ring(
+    ring: Mover, units: Sequence[Sequence[int]], rank: int, wire: WireCounter
+) -> float:
+    """Bytes of a step over this rank's due, the worst rank's: every unit gathered twice and reduced once.
+
+    What a rank lacks it receives in a gather, and sends in a reduction.
+    """
+    moved = due = 0
+    for shares in units:
+        moved += 2 * move(ring, "unshard", shares, wire).received
+        moved += move(ring, "reduce", shares, wire).sent
+        due += 3 * (sum(shares) - shares[rank])
+    return largest(moved / due)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,65 +137,62 @@ def main(argv: Sequence[str]) -> int:
         description="Transports against their formulas; run on every rank."
     )
     parser.add_argument("--flavor", default="netlab", help="model whose plan is moved")
-    parser.add_argument("--vocab-size", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--rate", default="", help="the links' rate, for predictions, such as 10mbit"
     )
+    parser.add_argument(
+        "--message-us", type=float, default=0.0, help="a message's latency, for predictions"
+    )
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a margin is passed")
     arguments = parser.parse_args(argv)
     world = init_world(Config())
     wire = WireCounter(world)
-    transports = {
-        name: (kind(dist.new_group()), kind(dist.new_group())) for name, kind in TRANSPORTS.items()
-    }
-    for unit, shares in unit_pieces(arguments.flavor, arguments.vocab_size, world.size).items():
-        pieces = [
-            Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
-        ]
-        seconds: dict[tuple[str, str], list[float]] = {}
-        sent: dict[tuple[str, str], list[float]] = {}
-        for _ in range(arguments.rounds):
-            for name, (unshard, reduce) in transports.items():
-                for direction, move in (("unshard", unshard.unshard), ("reduce", reduce.reduce)):
-                    dist.barrier()
-                    before, start = wire.sent(), time.perf_counter()
-                    for work in move(pieces):
-                        work.wait()
-                    took = torch.tensor(time.perf_counter() - start)
-                    dist.all_reduce(took, dist.ReduceOp.MAX)  # and all sends are done
-                    after = wire.sent()
-                    seconds.setdefault((name, direction), []).append(took.item())
-                    if before is not None and after is not None:
-                        sent.setdefault((name, direction), []).append(after - before)
+    counted = wire.interface not in (None, "lo")  # loopback's counter is all ranks'
+    transports = {name: kind(dist.new_group()) for name, kind in TRANSPORTS.items()}
+    units = shares_of_units(arguments.flavor, arguments.vocab_size, world.size)
+    good = True
+
+    def say(text: str) -> None:
         if world.rank == 0:
-            print(
-                f"\n{unit}: {sum(shares)} bytes, largest share {max(shares)}, smallest {min(shares)}"
+            print(text)
+
+    for unit, shares in units.items():
+        if unit.startswith("layers.") and unit != "layers.0":
+            continue
+        samples: dict[tuple[str, Direction], list[Moved]] = {}
+        directions: tuple[Direction, ...] = ("unshard", "reduce")
+        for _ in range(arguments.rounds):
+            for name, transport in transports.items():
+                for direction in directions:
+                    moved = move(transport, direction, shares, wire)
+                    samples.setdefault((name, direction), []).append(
+                        moved if counted else Moved(moved.seconds, 0, 0)
+                    )
+        say(f"\n{unit}: {sum(shares)} bytes, largest share {max(shares)}, smallest {min(shares)}")
+        say(
+            "transport  direction   measured ms  predicted ms  ratio  busiest link    formula  ratio"
+        )
+        for (name, direction), moves in samples.items():
+            line, as_predicted = compare(
+                cast(Transport, name),
+                direction,
+                moves,
+                shares,
+                arguments.rate,
+                arguments.message_us * 1e-6,
             )
-            print(
-                "transport  direction   measured ms  predicted ms  ratio   sent by all      due  ratio"
-            )
-        for (name, direction), samples in seconds.items():
-            measured = statistics.median(samples)
-            line = f"{name:9}  {direction:9}  {1e3 * measured:12.1f}"
-            if arguments.rate:
-                rate = link_bytes_per_second(arguments.rate)
-                predicted = transport_seconds(cast(Any, name), shares, rate, backend="gloo")
-                line += f"  {1e3 * predicted:12.1f}  {measured / predicted:5.2f}"
-            samples = sent.get((name, direction), [])
-            if samples and wire.interface != "lo":
-                everyone = torch.tensor(statistics.median(samples))
-                dist.all_reduce(everyone)
-                due = (world.size - 1) * sum(
-                    shares
-                )  # every rank receives what it lacks, or sends it
-                line += f"  {everyone.item():12.0f}  {due:8d}  {everyone.item() / due:5.3f}"
-            if world.rank == 0:
-                print(line)
-    for pair in transports.values():
-        for transport in pair:
-            transport.close()
+            good = good and as_predicted
+            say(line)
+    if counted:
+        ratio = step_of_ring(transports["ring"], list(units.values()), world.rank, wire)
+        good = good and ratio <= 1 + BYTE_MARGIN
+        say(f"\na step by ring: the bytes of the worst rank are {ratio:.3f} of its due")
+    for transport in transports.values():
+        transport.close()
     world.close()
-    return 0
+    return 1 if arguments.check and not good else 0
 
 
 if __name__ == "__main__":

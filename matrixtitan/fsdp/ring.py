@@ -69,7 +69,6 @@ class Ring(Transport):
 
     def _reduce(self, pieces: Sequence[Piece]) -> None:
         by_owner = _chunks_by_owner(pieces, self.world_size)
-        sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
         incoming = iter(
             [
                 (owner, mine)
@@ -87,7 +86,8 @@ class Ring(Transport):
                     (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
                 )
 
-        post(POSTED_AHEAD)
+        post(POSTED_AHEAD)  # first: word of it would queue behind what this rank sends
+        sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
         while posted:
             owner, mine, received, work = posted.popleft()
             _wait(work)

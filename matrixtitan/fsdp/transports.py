@@ -12,16 +12,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, chunk_bytes, chunks
+from matrixtitan.fsdp.background import Background, Task, chunk_bytes, chunks
 from matrixtitan.fsdp.streams import Work
 
-POSTED_AHEAD = 4
+POSTED_AHEAD = 8
 """Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
 
 
@@ -82,13 +83,14 @@ class Grouped(Transport):
 
 
 class Star(Transport):
-    """Owners send to every peer; in a reduction peers send to the owner, which adds them to its own in rank order."""
+    """Owners send to every peer; in a reduction peers send to the owner, which adds in a fixed order."""
 
     name = "star"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._background = Background(f"star of rank {self.rank}")
+        self._adding: Task | None = None  # the last reduction's
 
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         messages = []
@@ -114,22 +116,25 @@ class Star(Transport):
             if owner != self.rank
             for chunk in chunks(tensor, size)
         ]
-        works = self._exchange(sends)
+        works: list[Work] = []
         if mine:
-            works.append(self._background.submit(lambda: self._add_peers(mine, size)))
-        return works
+            idle, posted = self._adding is None or self._adding.done.is_set(), Event()
+            self._adding = self._background.submit(lambda: self._add_peers(mine, size, posted))
+            works.append(self._adding)
+            if idle:
+                posted.wait()  # receives before sends, as in `_exchange`
+        return works + self._exchange(sends)
 
     def close(self) -> None:
         self._background.close()
 
-    def _add_peers(self, mine: list[Tensor], chunk_size: int) -> None:
+    def _add_peers(self, mine: list[Tensor], chunk_size: int, first_posted: Event) -> None:
         """Add what peers send, chunk by chunk; a few receive buffers, however many peers there are."""
-        incoming = (
-            (chunk, peer)
+        incoming = (  # each owner begins with another peer: all at once would share the first one's link
+            (chunk, (self.rank + step) % self.world_size)
             for tensor in mine
             for chunk in chunks(tensor, chunk_size)
-            for peer in range(self.world_size)
-            if peer != self.rank
+            for step in range(1, self.world_size)
         )
         posted: deque[tuple[Tensor, Tensor, Work]] = deque()
 
@@ -139,7 +144,10 @@ class Star(Transport):
                 work = dist.irecv(space, group=self.group, group_src=peer)
                 posted.append((chunk, space, _issued(work)))
 
-        post(POSTED_AHEAD)
+        try:
+            post(POSTED_AHEAD)
+        finally:
+            first_posted.set()
         while posted:
             chunk, space, work = posted.popleft()
             work.wait()
@@ -166,7 +174,9 @@ class Star(Transport):
                 dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages
             ]
             return list(dist.batch_isend_irecv(operations))
-        # without tags: between two ranks gloo matches messages in order
+        # without tags: between two ranks gloo matches messages in order, each way for itself. Receives come first: a
+        # sender waits for word of them, which would queue behind what this rank sends
+        messages = sorted(messages, key=lambda m: m.call is dist.isend)
         return [
             _issued(dist.isend(m.tensor, group=self.group, group_dst=m.peer))
             if m.call is dist.isend

@@ -286,21 +286,30 @@ def max_over_mean(values: Sequence[int]) -> float:
 # ---------------------------------------------------------------- transports
 
 
+Direction = Literal["unshard", "reduce"]
+
+
 class LinkBytes(NamedTuple):
-    """Most bytes that one rank sends, and that one host's link carries in its busier direction."""
+    """Most bytes that one rank, and that one host's link, carries in its busier direction."""
 
     rank: int
     link: int
 
 
 def transport_bytes(
-    transport: Transport, shares: Sequence[int], ranks_per_host: int = 1
+    transport: Transport,
+    shares: Sequence[int],
+    ranks_per_host: int = 1,
+    *,
+    direction: Direction = "unshard",
+    backend: str = "nccl",
 ) -> LinkBytes:
-    """Bytes of one unshard of a unit whose rank r holds `shares[r]`; a reduction is its mirror.
+    """Bytes of one unshard, or one reduction, of a unit whose rank r holds `shares[r]`.
 
     Ring, and `grouped` as NCCL does it (each broadcast a pipelined ring): rank r passes on all but
-    what rank r + 1 holds, and one rank of a host faces the network. Star: an owner sends its share
-    to each peer. All-gather: even shares, c S.
+    what rank r + 1 holds (a reduction: but what it holds itself), and one rank of a host faces the
+    network. Star: an owner exchanges its share with each peer. All-gather: even shares, c S.
+    `grouped` on gloo: [Note: what gloo does].
     """
     world_size, total = len(shares), sum(shares)
     if world_size == 1:
@@ -309,11 +318,15 @@ def transport_bytes(
     if transport == "all_gather":
         sent = ceil(total * (world_size - 1) / world_size)
         return LinkBytes(sent, sent if several else 0)
+    if transport == "grouped" and backend == "gloo":
+        moved = _gloo_tree if direction == "unshard" else _gloo_ring_and_gather
+        return LinkBytes(moved(shares, 1), moved(shares, ranks_per_host) if several else 0)
     if transport in ("ring", "grouped"):
-        entered = min(
-            shares[::ranks_per_host]
-        )  # the link into a host does not carry its first rank's share
-        return LinkBytes(total - min(shares), total - entered if several else 0)
+        # the link into a host does not carry its first rank's share, nor the one out of it, in a
+        # reduction, its last rank's
+        edge = 0 if direction == "unshard" else ranks_per_host - 1
+        spared = min(shares[edge::ranks_per_host])
+        return LinkBytes(total - min(shares), total - spared if several else 0)
     link = 0
     for start in range(0, world_size, ranks_per_host) if several else ():
         held = shares[start : start + ranks_per_host]
@@ -322,47 +335,85 @@ def transport_bytes(
     return LinkBytes((world_size - 1) * max(shares), link)
 
 
+def _gloo_tree(shares: Sequence[int], ranks_per_host: int) -> int:
+    """Bytes through the busiest host's link when every share is broadcast.
+
+    [Note: what gloo does]
+    A broadcast is a binomial tree: counted from the owner, rank v gets the whole share from v less
+    its highest bit, and sends it to each v + 2^i above that bit at once. A reduction is a ring
+    reduce-scatter, in which every rank sends c s, and then a gather of the N parts by the owner.
+    """
+    world_size = len(shares)
+    sent, received = ([0] * ceil(world_size / ranks_per_host) for _ in range(2))
+    for owner, share in enumerate(shares):
+        for relative in range(1, world_size) if share else ():
+            parent = relative - (1 << relative.bit_length() - 1)
+            source, target = (
+                (owner + rank) % world_size // ranks_per_host for rank in (parent, relative)
+            )
+            if source != target:
+                sent[source] += share
+                received[target] += share
+    return max(*sent, *received)
+
+
+def _gloo_ring_and_gather(shares: Sequence[int], ranks_per_host: int) -> int:
+    """Bytes into the busiest host's link when every share is reduced; see [Note: what gloo does]."""
+    world_size = len(shares)
+    gathered = max(
+        sum(held) * (world_size - len(held))
+        for held in (
+            shares[start : start + ranks_per_host] for start in range(0, world_size, ranks_per_host)
+        )
+    )
+    return ((world_size - 1) * sum(shares) + gathered) // world_size
+
+
 def transport_seconds(
     transport: Transport,
     shares: Sequence[int],
     link_bytes_per_second: float,
     *,
+    direction: Direction = "unshard",
     backend: str = "nccl",
     ranks_per_host: int = 1,
     local_bytes_per_second: float = inf,
     message_seconds: float = 0.0,
 ) -> float:
-    """Predicted time of one unshard, or of the reduction that mirrors it.
+    """Predicted time of one unshard or one reduction.
 
     Each host has one link to the network, each rank one to its neighbours in the host, by default
     taken as free; the slower of the two counts. `message_seconds` is the latency of a message.
-    `grouped` on gloo is `tree_bytes` long.
+    gloo runs `GLOO_WORKERS` of the collectives of `grouped` at a time, in the order issued, and
+    these start and end nearly together: their times add up, group by group. Between two ranks they
+    run one by one: word that a receive is posted, which gloo's sender waits for, queues behind what
+    the other collective sends the same way.
     """
     world_size = len(shares)
     if world_size == 1:
         return 0.0
-    owners = sum(1 for share in shares if share)
-    messages = owners if transport == "grouped" else world_size - 1
-    sent = transport_bytes(transport, shares, ranks_per_host)
-    if transport == "grouped" and backend == "gloo":
-        tree = tree_bytes(shares)
-        sent = LinkBytes(tree, tree if sent.link else 0)
-    slowest = max(sent.link / link_bytes_per_second, sent.rank / local_bytes_per_second)
-    return slowest + messages * message_seconds
 
+    def seconds(part: Sequence[int], messages: int) -> float:
+        moved = transport_bytes(
+            transport, part, ranks_per_host, direction=direction, backend=backend
+        )
+        slowest = max(moved.link / link_bytes_per_second, moved.rank / local_bytes_per_second)
+        return slowest + messages * message_seconds
 
-def tree_bytes(shares: Sequence[int]) -> int:
-    """Bytes one after another on the longest path of gloo's broadcasts, one for each owner.
-
-    gloo's tree is binomial and stores before it forwards. A rank sends to its L, L - 1, ... peers
-    at once, which share its link, so that the last peer has its copy after L (L + 1) / 2 of them,
-    L = ceil(log2 N). Two worker threads run two broadcasts at a time, in the order issued.
-    """
-    levels = (len(shares) - 1).bit_length()
-    workers = [0] * GLOO_WORKERS
-    for share in shares:
-        workers[workers.index(min(workers))] += share
-    return max(workers) * levels * (levels + 1) // 2
+    owners = [rank for rank, share in enumerate(shares) if share]
+    if transport != "grouped":
+        return seconds(shares, world_size - 1)
+    if backend != "gloo":
+        return seconds(shares, len(owners))
+    # one after another: down the tree, or around the ring, where two segments travel at a time
+    messages = (world_size - 1).bit_length() if direction == "unshard" else world_size
+    workers = min(GLOO_WORKERS, world_size - 1)
+    total = 0.0
+    for first in range(0, len(owners), workers):
+        running = owners[first : first + workers]
+        part = [share if rank in running else 0 for rank, share in enumerate(shares)]
+        total += seconds(part, messages)
+    return total
 
 
 def choose_transport(

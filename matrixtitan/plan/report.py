@@ -15,6 +15,7 @@ from typing import Any
 from matrixtitan.plan.cost import (
     STRATEGIES,
     CostSettings,
+    Direction,
     LinkBytes,
     Strategy,
     Transport,
@@ -144,7 +145,7 @@ def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str,
                 "owners": sum(1 for share in shares if share),
                 "auto": choose_transport(len(shares), machine.backend, machine.ranks_per_host),
                 "unshard_seconds": {
-                    transport: _seconds(transport, shares, machine)
+                    transport: _seconds(transport, shares, "unshard", machine)
                     for transport in (*TRANSPORTS, "all_gather")
                 },
             }
@@ -159,10 +160,16 @@ def _our_traffic(
     unhidden."""
     rank = link = 0
     seconds = 0.0
-    for shares, times in _messages(plan, precision, job):
-        sent = transport_bytes(transport, shares, machine.ranks_per_host)
+    for shares, direction, times in _messages(plan, precision, job):
+        sent = transport_bytes(
+            transport,
+            shares,
+            machine.ranks_per_host,
+            direction=direction,
+            backend=machine.backend,
+        )
         rank, link = rank + times * sent.rank, link + times * sent.link
-        seconds += times * _seconds(transport, shares, machine)
+        seconds += times * _seconds(transport, shares, direction, machine)
     replicas = _replica_bytes(plan, precision, job, machine)
     seconds += max(replicas.link / machine.link_rate, replicas.rank / machine.local_rate)
     return {
@@ -173,13 +180,15 @@ def _our_traffic(
     }
 
 
-def _messages(plan: Plan, precision: Precision, job: Job) -> Iterator[tuple[list[int], int]]:
-    """(shares, how often a step) of everything that a step unshards and reduces."""
+def _messages(
+    plan: Plan, precision: Precision, job: Job
+) -> Iterator[tuple[list[int], Direction, int]]:
+    """(shares, direction, how often a step) of everything that a step unshards and reduces."""
     for name, shares in unit_shares(plan, precision.compute_bytes).items():
         gathers = 1 if name in job.gathered_once else 2
-        yield shares, gathers * job.microbatches
+        yield shares, "unshard", gathers * job.microbatches
     for shares in unit_shares(plan, precision.reduce_bytes, gradients=True).values():
-        yield shares, job.microbatches
+        yield shares, "reduce", job.microbatches
 
 
 def _replica_bytes(plan: Plan, precision: Precision, job: Job, machine: Machine) -> LinkBytes:
@@ -246,11 +255,14 @@ def _strategy(
     }
 
 
-def _seconds(transport: Transport, shares: Sequence[int], machine: Machine) -> float:
+def _seconds(
+    transport: Transport, shares: Sequence[int], direction: Direction, machine: Machine
+) -> float:
     return transport_seconds(
         transport,
         shares,
         machine.link_rate,
+        direction=direction,
         backend=machine.backend,
         ranks_per_host=machine.ranks_per_host,
         local_bytes_per_second=machine.local_rate,

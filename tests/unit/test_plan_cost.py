@@ -147,22 +147,49 @@ def test_star_grows_with_ranks_and_the_others_do_not() -> None:
 def test_transport_times_of_the_measured_links() -> None:
     """8 emulated hosts at 100 Mbit/s, 8 MB: within the 20% that a formula is worth (times measured
     on gloo)."""
-    rate = 100e6 / 8
     even, uneven = [MIB] * 8, [int(8 * MIB * share / 10) for share in (5, 3, 1, 1, 0, 0, 0, 0)]
-    assert transport_seconds("all_gather", even, rate) == pytest.approx(0.643, rel=0.2)
-    assert transport_seconds("ring", even, rate) == pytest.approx(0.666, rel=0.2)
-    assert transport_seconds("ring", uneven, rate) == pytest.approx(0.705, rel=0.2)
-    assert transport_seconds("star", uneven, rate) == pytest.approx(2.736, rel=0.2)
-    assert transport_seconds("grouped", even, rate, backend="gloo") == pytest.approx(2.04, rel=0.2)
-    # one owner of half the unit: its sends share the link less evenly than the formula has it
-    assert transport_seconds("grouped", uneven, rate, backend="gloo") == pytest.approx(
-        1.652, rel=0.25
-    )
+    measured = {  # unshard and reduction, of the even and of the uneven unit
+        "ring": ((0.666, 0.659), (0.705, 0.703)),
+        "grouped": ((2.04, 0.877), (1.652, 0.935)),
+        "star": ((None, None), (2.736, None)),
+        "all_gather": ((0.643, None), (None, None)),
+    }
+    for transport, of_units in measured.items():
+        for shares, of_unit in zip((even, uneven), of_units, strict=True):
+            for direction, seconds in zip(("unshard", "reduce"), of_unit, strict=True):
+                if seconds is not None:
+                    predicted = transport_seconds(
+                        transport,  # type: ignore[arg-type]
+                        shares,
+                        100e6 / 8,
+                        backend="gloo",
+                        direction=direction,  # type: ignore[arg-type]
+                    )
+                    assert predicted == pytest.approx(seconds, rel=0.2), (transport, direction)
+
+
+def test_grouped_on_gloo() -> None:
+    """Broadcasts of 8 from rank 0 (0 to 1 and 2, 1 to 3), of 4 from 2 and of 4 from 3."""
+    shares, gloo = [8, 0, 4, 4], {"backend": "gloo"}
+    assert transport_bytes("grouped", shares, **gloo) == (20, 20)  # rank 0: twice 8, once 4
+    assert transport_bytes("grouped", shares, 2, **gloo) == (20, 20)
+    reduction = {"backend": "gloo", "direction": "reduce"}  # c S around the ring, c s to the owner
+    assert transport_bytes("grouped", shares, **reduction) == (18, 18)
+    assert transport_bytes("grouped", shares, 2, **reduction) == (18, 16)
+    # two at a time: owners 0 and 2, then 3
+    assert transport_seconds("grouped", shares, 1.0, **gloo) == 16 + 8
+    assert transport_seconds("grouped", shares, 1.0, **reduction) == (12 + 8) * 0.75 + 8 * 0.75
+    latency = {"message_seconds": 1.0, **reduction}
+    assert transport_seconds("grouped", shares, 1.0, **latency) == 21 + 2 * 4
+    # between two ranks: one by one
+    assert transport_seconds("grouped", [5, 3], 1.0, **gloo) == 5 + 3
+    assert transport_seconds("grouped", [5, 3], 1.0, **reduction) == 5 + 3
 
 
 def test_links_of_hosts_with_several_ranks() -> None:
     shares = [8, 0, 4, 4]
     assert transport_bytes("ring", shares, ranks_per_host=2) == (16, 12)
+    assert transport_bytes("ring", shares, ranks_per_host=2, direction="reduce") == (16, 16)
     assert transport_bytes("star", shares, ranks_per_host=2) == (24, 16)
     assert transport_bytes("all_gather", shares, ranks_per_host=2) == (12, 12)
     assert transport_bytes("star", shares, ranks_per_host=4) == (24, 0)
