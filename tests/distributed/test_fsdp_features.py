@@ -414,6 +414,29 @@ def mixed_precision(replicas: int) -> None:
     check_gradients_roughly(sharded, plain)
 
 
+def summed_in_reduce_dtype(replicas: int) -> None:
+    """Over ranks and over microbatches: 256 + 1 is 256 in bfloat16."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    sharded = shard(
+        model,
+        replicas,
+        units=[["0"]],
+        tail_patterns=(),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    mine = 256.0 if dist.get_rank() == 0 else 1.0
+    others = dist.get_world_size() - 1
+    for first, expected in ((None, 256 + others), (1.0, 257 + 2 * others)):
+        for value, reduce in ((first, False), (mine, True)):
+            if value is not None:
+                sharded.set_reduce_gradients(reduce)
+                model(torch.full((1, 2), value)).sum().backward()
+        for local in sharded.local_parameters():
+            assert local.tensor.grad is not None
+            assert (local.tensor.grad == expected).all(), (local.tensor.grad, expected)
+            local.tensor.grad = None
+
+
 def check_gradients_roughly(sharded: MatrixFSDP, plain: nn.Module) -> None:
     expected = dict(plain.named_parameters())
     for local in sharded.local_parameters():
@@ -443,6 +466,7 @@ FEATURES = [
     compiled_selective_llama,
     structured_inputs_and_outputs,
     mixed_precision,
+    summed_in_reduce_dtype,
 ]
 
 

@@ -77,8 +77,13 @@ def resident() -> tuple[list[int], int]:
     kept = [
         t for p in tensors for t in (p, p.grad, *(s for s in optimizer.state[p].values() if s.ndim))
     ]
-    plan_bytes = [r.total for r in rank_bytes(sharded.plan, PlanSettings(matrix_optimizer="adamw"))]
-    return plan_bytes, sum(t.numel() * t.element_size() for t in kept)  # type: ignore[union-attr]
+    planned = rank_bytes(sharded.plan, PlanSettings(matrix_optimizer="adamw"))
+    storages = {p.grad.untyped_storage()._cdata: p.grad.untyped_storage() for p in tensors}  # type: ignore[union-attr]
+    behind = sum(storage.nbytes() for storage in storages.values())
+    assert (
+        behind == planned[sharded.rank].gradients
+    )  # rows do not hold on to the gradient that they are of
+    return [rank.total for rank in planned], sum(t.numel() * t.element_size() for t in kept)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -153,6 +158,8 @@ def communication_of_a_step(prefetch: int) -> None:
     else:
         # each block is gathered while its successor's backward still runs: before that one's reduction
         assert events[: len(forward)] == forward
+        again = [event for event in events[len(forward) :] if event.startswith("gather")]
+        assert again == [f"gather {name}" for name in reversed(blocks)]  # not the embedding
         order = [e for e in events if e.startswith("reduce")]
         assert order == [f"reduce {name}" for name in ["norm+head", *reversed(blocks), "embed"]]
         for earlier, later in zip(reversed(blocks), list(reversed(blocks))[1:], strict=False):
