@@ -167,6 +167,7 @@ def fully_shard(
         )
         plan = make_plan(specs, shard_ranks, plan_settings or PlanSettings())
     _check_plan(plan, named, unit_of, shard_ranks)
+    _check_units(named, unit_of)
 
     device = device or _device_of(named.values(), mesh)
     communication, shard_group = _communication(mesh, plan, device, transport, gradient_reduction)
@@ -186,12 +187,7 @@ def fully_shard(
         unit = Unit(
             name, modules, params, communication, mp_policy.param_dtype, mp_policy.reduce_dtype
         )
-        on_meta = {named[param.fqn].is_meta for param in params}
-        if on_meta == {True, False}:
-            raise ValueError(
-                f"unit {name!r} is partly on the meta device; build the whole model there, or none of it"
-            )
-        if on_meta == {False}:
+        if any(not named[param.fqn].is_meta for param in params):
             unit.materialize(_rows_of(named))
         else:
             for param in params:
@@ -303,6 +299,22 @@ def _check_plan(
         if shard.trainable != named[shard.fqn].requires_grad:
             raise ValueError(
                 f"the plan's trainable={shard.trainable} for {shard.fqn} is not its requires_grad"
+            )
+
+
+def _check_units(named: dict[str, nn.Parameter], unit_of: dict[str, str]) -> None:
+    """A unit's parameters have one dtype, and are all on the meta device or none."""
+    for unit in dict.fromkeys(unit_of.values()):
+        params = {fqn: param for fqn, param in named.items() if unit_of[fqn] == unit}
+        if len({param.dtype for param in params.values()}) > 1:
+            raise ValueError(
+                f"unit {unit!r} mixes dtypes: "
+                + ", ".join(f"{fqn} is {param.dtype}" for fqn, param in params.items())
+                + "; make them one dtype, or put them into different units"
+            )
+        if len({param.is_meta for param in params.values()}) > 1:
+            raise ValueError(
+                f"unit {unit!r} is partly on the meta device; build the whole model there, or none of it"
             )
 
 

@@ -60,14 +60,7 @@ class Unit:
         self.params = params
         self.state: Literal["sharded", "unsharding", "unsharded"] = "sharded"
         self._comm = communication
-        dtypes = {param.dtype for param in params}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"unit {name!r} mixes dtypes: "
-                + ", ".join(f"{param.fqn} is {param.dtype}" for param in params)
-                + "; make them one dtype, or put them into different units"
-            )
-        self.stored_dtype = dtypes.pop() if dtypes else torch.get_default_dtype()
+        self.stored_dtype = params[0].dtype if params else torch.get_default_dtype()
         self.compute_dtype = param_dtype or self.stored_dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self._pending: Pending | None = None
