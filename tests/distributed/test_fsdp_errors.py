@@ -122,7 +122,7 @@ CASES: list[tuple[Callable[[], None], str, bool]] = [
     ("wrong", "message", "everywhere"), CASES, ids=[case[0].__name__ for case in CASES]
 )
 def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: bool) -> None:
-    answers = run_distributed(wrong, 2, timeout=20, expect_failure=True)
+    answers = run_distributed(wrong, 2, timeout=60, expect_failure=True)
     for rank, answer in enumerate(answers):
         if everywhere or rank == 1:
             assert isinstance(answer, str) and re.search(message, answer), f"rank {rank}: {answer}"
