@@ -324,8 +324,11 @@ def transport_bytes(
     if transport in ("ring", "grouped"):
         # the link into a host does not carry its first rank's share, nor the one out of it, in a
         # reduction, its last rank's
-        edge = 0 if direction == "unshard" else ranks_per_host - 1
-        spared = min(shares[edge::ranks_per_host])
+        edge = 0 if direction == "unshard" else -1
+        spared = min(
+            shares[start : start + ranks_per_host][edge]
+            for start in range(0, world_size, ranks_per_host)
+        )
         return LinkBytes(total - min(shares), total - spared if several else 0)
     link = 0
     for start in range(0, world_size, ranks_per_host) if several else ():

@@ -9,6 +9,8 @@ import pytest
 from matrixtitan.plan.cost import (
     STRATEGIES,
     CostSettings,
+    Direction,
+    Transport,
     UnitSize,
     block_cost,
     choose_transport,
@@ -236,3 +238,14 @@ def test_unit_sizes() -> None:
     assert unit_sizes(specs, ["v"]) == [UnitSize(11, 8, 8, 2), UnitSize(10, 10, 0, 1)]
     padded = unit_sizes(specs, row_multiple=3)
     assert padded == [UnitSize(15, 12, 12, 2), UnitSize(12, 12, 0, 2)]
+
+
+@pytest.mark.parametrize("direction", ["unshard", "reduce"])
+@pytest.mark.parametrize("transport", ["ring", "grouped", "star"])
+def test_a_last_host_may_have_fewer_ranks(transport: Transport, direction: Direction) -> None:
+    shares = [4, 4, 1]
+    within = transport_bytes(transport, shares, 8, direction=direction)
+    assert within.link == 0
+    across = transport_bytes(transport, shares, 2, direction=direction)
+    if transport != "star":  # what the last host's only rank holds does not enter it, or leave it
+        assert across.link == 8
