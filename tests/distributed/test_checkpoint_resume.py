@@ -45,8 +45,10 @@ SOAP_BAND = 2e-3
 OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
-    "shampoo": OptimizerConfig(name="shampoo", lr=1e-3, precondition_frequency=4),
-    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2),
+    "shampoo": OptimizerConfig(
+        name="shampoo", lr=1e-3, precondition_frequency=4, max_precond_dim=128
+    ),
+    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2, max_precond_dim=128),
 }
 
 
@@ -191,6 +193,7 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
         config = replace(
             config,
             training=training,
+            optimizer=replace(config.optimizer, max_precond_dim=8192),  # both sides of every matrix
             checkpoint=CheckpointConfig(),
             debug=DebugConfig(seed=seed),
         )
