@@ -10,10 +10,12 @@ the same run, that a call's own FLOPs reach. What the first table shows is writt
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from matrixtitan.optim import Muon
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.plan.cost import newton_schulz_flops
+from tools.ns_table import alternating_medians
 
 SHAPES = ((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
 LLAMA_8B_BLOCK = (
@@ -41,29 +44,25 @@ BATCHES = (
 )
 
 
-def alternating_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Median seconds of each candidate, called in turn until each had about `seconds`."""
-    for candidate in candidates:
+def gpu_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Median seconds of each candidate, called in turn until each had about `seconds`, its kernels waited for."""
+
+    def finished(candidate: Callable[[], object]) -> None:
         candidate()
-    times: list[list[float]] = [[] for _ in candidates]
-    end = time.perf_counter() + seconds * len(candidates)
-    while len(times[0]) < 5 or time.perf_counter() < end:
-        for candidate, record in zip(candidates, times, strict=True):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            candidate()
-            torch.cuda.synchronize()
-            record.append(time.perf_counter() - start)
-    return [median(record) for record in times]
+        torch.cuda.synchronize()
+
+    return alternating_medians(
+        [partial(finished, c) for c in candidates], seconds * len(candidates)
+    )
 
 
 def product_rate(seconds: float) -> float:
     """FLOP/s of one large bfloat16 product."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / alternating_medians([lambda: left @ right], 4 * seconds)[0]
+    return 2 * 8192**3 / gpu_medians([lambda: left @ right], 4 * seconds)[0]
 
 
-def forms(seconds: float, rate: float) -> None:
+def forms(seconds: float) -> None:
     """Every form and depth of every shape."""
     print(
         "| shape | "
@@ -77,7 +76,7 @@ def forms(seconds: float, rate: float) -> None:
         choices = [
             ns.FormChoice(form, d, d, onednn=False) for form in ("standard", "gram") for d in DEPTHS
         ]  # type: ignore[arg-type]
-        times = alternating_medians(
+        times = gpu_medians(
             [partial(ns._iterate, x, (ns.QUINTIC,) * 5, choice) for choice in choices], seconds
         )
         print(
@@ -95,9 +94,7 @@ def batches(seconds: float) -> None:
         def together(matrices: list[Tensor] = matrices) -> None:
             ns.orthogonalize_one(torch.stack(matrices), ns.make_newton_schulz()).unbind()
 
-        one, many = alternating_medians(
-            [partial(ns.orthogonalize, matrices, alone), together], seconds
-        )
+        one, many = gpu_medians([partial(ns.orthogonalize, matrices, alone), together], seconds)
         print(
             f"| {rows}x{cols} | {1e3 * one:.3f} | {1e3 * many:.3f} | {one / many:.2f} |", flush=True
         )
@@ -130,7 +127,7 @@ def row(name: str, shapes: list[tuple[tuple[int, int], int]], seconds: float, ra
                 copies.append(param)
     theirs = torch.optim.Muon(params[0], lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     ours = Muon(params[1], lr=1e-3, weight_decay=0.1, scale="match_rms_adamw")
-    before, after = alternating_medians([theirs.step, ours.step], seconds)
+    before, after = gpu_medians([theirs.step, ours.step], seconds)
     label = (
         ", ".join(f"{count} of {shape[0]}x{shape[1]}" for shape, count in shapes)
         if len(shapes) == 1
@@ -158,7 +155,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: 8192^3 product {rate / 1e12:.0f} TFLOP/s\n"
     )
-    forms(arguments.seconds, rate)
+    forms(arguments.seconds)
     batches(arguments.seconds)
     llama_8b(arguments.seconds, rate)
 
