@@ -150,7 +150,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
 def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
     """`orthogonalize` of one matrix (R, C), or of all slices of a stack (E, R, C) as one batch."""
-    x = matrix.to(settings.compute_dtype(matrix.device))
+    dtype = settings.compute_dtype(matrix.device)
+    x = matrix if matrix.dtype == dtype else matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
@@ -194,13 +195,12 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
     therefore wins from C/R of 1.5.
     """
     rows, cols = x.shape[-2:]
-    by_flops = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0, onednn=False)
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        choice = by_flops
-    elif x.ndim == 2 and rows >= ONEDNN_ROWS and onednn.pays():
-        choice = by_flops._replace(onednn=True)
-    else:
+    measured = x.dtype == torch.float32 and x.device.type == "cpu"
+    use_onednn = measured and x.ndim == 2 and rows >= ONEDNN_ROWS and onednn.pays()
+    if measured and not use_onednn:
         choice = _table_entry(rows, cols, x.ndim > 2)
+    else:
+        choice = FormChoice("gram" if cols > 1.5 * rows else "standard", 0, 0, use_onednn)
     return choice if form == "auto" else choice._replace(form=form)
 
 
@@ -252,10 +252,11 @@ def _batch_pays(shape: Sequence[int], device: torch.device) -> bool:
 
 def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
     """x over its Frobenius norm, which bounds the spectral norm by 1."""
-    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)  # faster without dims
+    norm = torch.linalg.vector_norm
+    size = norm(x) if x.ndim == 2 else norm(x, dim=(-2, -1), keepdim=True)  # faster without dims
     if settings.norm_margin != 1.0:
-        norm = norm * settings.norm_margin
-    return x / norm.clamp(min=settings.eps)
+        size.mul_(settings.norm_margin)
+    return x / size.clamp_min_(settings.eps)
 
 
 def _iterate(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
@@ -271,10 +272,11 @@ def _iterate(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> T
 def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
     mm, addmm = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
-    gram = x.new_empty(*x.shape[:-1], x.size(-2))
+    gram = mm(x, x.mT)
     update, result, spare = torch.empty_like(gram), torch.empty_like(x), torch.empty_like(x)
-    for a, b, c in coefficients:
-        mm(x, x.mT, out=gram)
+    for i, (a, b, c) in enumerate(coefficients):
+        if i:
+            mm(x, x.mT, out=gram)
         addmm(gram, gram, gram, beta=b, alpha=c, out=update)
         x = addmm(x, update, x, beta=a, out=result)
         result, spare = spare, result
