@@ -82,11 +82,17 @@ class Netlab:
                 _ip("-n", namespace, "link", "set", device, "addrgenmode", "none")
                 _ip("-n", namespace, "link", "set", device, "mtu", str(self.mtu))
             _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
+            self._without_loss_probes(host)
             _ip("-n", host, "link", "set", "lo", "up")
             _ip("-n", host, "link", "set", "eth0", "up")
             _ip("-n", self.switch, "link", "set", port, "up")
             self._limit(host, "eth0")
             self._limit(self.switch, port)
+
+    def _without_loss_probes(self, host: str) -> None:
+        """A slow link's queue looks to TCP like a loss: it would send packets again to find out."""
+        setting = "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans"
+        _ip("netns", "exec", host, "sh", "-c", setting)
 
     def _limit(self, namespace: str, device: str) -> None:
         bucket = ("rate", self.rate, "burst", str(BUCKET_BYTES), "latency", f"{QUEUE_MS}ms")

@@ -7,7 +7,6 @@ happen, `unit.py` for what happens.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +20,13 @@ from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.param import ShardedParam, Slot
 from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.streams import Channel
-from matrixtitan.fsdp.transports import DryRun, Grouped, Star, Transport
+from matrixtitan.fsdp.transports import (
+    DryRun,
+    Grouped,
+    Star,
+    Transport,
+    ranks_on_this_machine,
+)
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.local_param import LocalParam
@@ -384,8 +389,7 @@ def _transport_class(name: str, world_size: int, backend: str) -> type[Transport
     if backend == "fake":
         return DryRun
     if name == "auto":
-        # LOCAL_WORLD_SIZE is torchrun's word for the ranks on this machine; without a launcher all are on one
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        per_host = ranks_on_this_machine(world_size)
         name = choose_transport(world_size, backend, per_host)
         logger.info(
             "transport: %s (auto: %d ranks, %d on this machine, %s)",

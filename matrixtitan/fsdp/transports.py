@@ -8,6 +8,7 @@ same order on every rank. Ranks are group ranks throughout. `plan/cost.py` has t
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,11 @@ class Piece(NamedTuple):
     tensor: Tensor
 
 
+def ranks_on_this_machine(world_size: int) -> int:
+    """As torchrun says; all of the group where there is no launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 class Transport(ABC):
     """Moves pieces inside one process group of its own, so that no other traffic can cross its messages."""
 
@@ -55,11 +61,21 @@ class Transport(ABC):
 
 
 class Grouped(Transport):
-    """One broadcast (or reduce) per piece, all at once: concurrent on gloo, one coalesced launch on NCCL."""
+    """One broadcast (or reduce) per piece, all at once: concurrent on gloo, one coalesced launch on NCCL.
+
+    Two gloo ranks send to each other as in a star. Gloo runs two collectives in opposite directions at once or one
+    after the other, as chance has it, and its reduce sends half as much again.
+    """
 
     name = "grouped"
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._pair = Star(group) if self.world_size == 2 and not self.on_nccl else None
+
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
+        if self._pair:
+            return self._pair.unshard(pieces)
         if self.on_nccl:
             with _coalesced(self.group, pieces):
                 for owner, tensor in pieces:
@@ -71,6 +87,8 @@ class Grouped(Transport):
         ]
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
+        if self._pair:
+            return self._pair.reduce(pieces)
         if self.on_nccl:
             with _coalesced(self.group, pieces):
                 for owner, tensor in pieces:
@@ -81,6 +99,10 @@ class Grouped(Transport):
             for owner, tensor in pieces
         ]
 
+    def close(self) -> None:
+        if self._pair:
+            self._pair.close()
+
 
 class Star(Transport):
     """Owners send to every peer; in a reduction peers send to the owner, which adds in a fixed order."""
@@ -90,20 +112,22 @@ class Star(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._background = Background(f"star of rank {self.rank}")
+        self._sender = Background(f"sends of the star of rank {self.rank}")
+        self._across_machines = self.world_size > ranks_on_this_machine(self.world_size)
         self._adding: Task | None = None  # the last reduction's
 
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        messages = []
-        for owner, tensor in pieces:
-            if owner == self.rank:
-                # each owner starts with its right-hand neighbour, so that senders spread over receivers
-                messages += [
-                    _Message(dist.isend, tensor, (self.rank + step) % self.world_size)
-                    for step in range(1, self.world_size)
-                ]
-            else:
-                messages.append(_Message(dist.irecv, tensor, owner))
-        return self._exchange(messages)
+        receives = [_Message(dist.irecv, t, owner) for owner, t in pieces if owner != self.rank]
+        # each owner starts with its right-hand neighbour, so that senders spread over receivers
+        sends = [
+            _Message(dist.isend, tensor, (self.rank + step) % self.world_size)
+            for step in range(1, self.world_size)
+            for owner, tensor in pieces
+            if owner == self.rank
+        ]
+        if self.on_nccl or not (sends and self._across_machines):
+            return self._exchange(receives + sends)
+        return [*self._exchange(receives), self._sender.submit(lambda: self._send_in_turn(sends))]
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         mine = [tensor for owner, tensor in pieces if owner == self.rank]
@@ -127,6 +151,15 @@ class Star(Transport):
 
     def close(self) -> None:
         self._background.close()
+        self._sender.close()
+
+    def _send_in_turn(self, sends: Sequence[_Message]) -> None:
+        """One after another. All at once they would leave in the order in which peers happen to be ready, which is the
+        same for all owners: they would meet at one peer's link after another's.
+        """
+        for message in sends:
+            for work in self._exchange([message]):
+                work.wait()
 
     def _add_peers(self, mine: list[Tensor], chunk_size: int, first_posted: Event) -> None:
         """Add what peers send, chunk by chunk; a few receive buffers, however many peers there are."""

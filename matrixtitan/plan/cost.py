@@ -314,6 +314,8 @@ def transport_bytes(
     world_size, total = len(shares), sum(shares)
     if world_size == 1:
         return LinkBytes(0, 0)
+    if transport == "grouped" and backend == "gloo" and world_size == 2:
+        transport = "star"  # see `fsdp/transports.py`
     several = world_size > ranks_per_host
     if transport == "all_gather":
         sent = ceil(total * (world_size - 1) / world_size)
@@ -388,9 +390,7 @@ def transport_seconds(
     Each host has one link to the network, each rank one to its neighbours in the host, by default
     taken as free; the slower of the two counts. `message_seconds` is the latency of a message.
     gloo runs `GLOO_WORKERS` of the collectives of `grouped` at a time, in the order issued, and
-    these start and end nearly together: their times add up, group by group. Between two ranks they
-    run one by one: word that a receive is posted, which gloo's sender waits for, queues behind what
-    the other collective sends the same way.
+    these start and end nearly together: their times add up, group by group.
     """
     world_size = len(shares)
     if world_size == 1:
@@ -404,16 +404,15 @@ def transport_seconds(
         return slowest + messages * message_seconds
 
     owners = [rank for rank, share in enumerate(shares) if share]
-    if transport != "grouped":
+    if transport != "grouped" or (backend == "gloo" and world_size == 2):
         return seconds(shares, world_size - 1)
     if backend != "gloo":
         return seconds(shares, len(owners))
     # one after another: down the tree, or around the ring, where two segments travel at a time
     messages = (world_size - 1).bit_length() if direction == "unshard" else world_size
-    workers = min(GLOO_WORKERS, world_size - 1)
     total = 0.0
-    for first in range(0, len(owners), workers):
-        running = owners[first : first + workers]
+    for first in range(0, len(owners), GLOO_WORKERS):
+        running = owners[first : first + GLOO_WORKERS]
         part = [share if rank in running else 0 for rank, share in enumerate(shares)]
         total += seconds(part, messages)
     return total

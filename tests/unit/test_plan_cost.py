@@ -183,9 +183,10 @@ def test_grouped_on_gloo() -> None:
     assert transport_seconds("grouped", shares, 1.0, **reduction) == (12 + 8) * 0.75 + 8 * 0.75
     latency = {"message_seconds": 1.0, **reduction}
     assert transport_seconds("grouped", shares, 1.0, **latency) == 21 + 2 * 4
-    # between two ranks: one by one
-    assert transport_seconds("grouped", [5, 3], 1.0, **gloo) == 5 + 3
-    assert transport_seconds("grouped", [5, 3], 1.0, **reduction) == 5 + 3
+    # two ranks send to each other
+    assert transport_seconds("grouped", [5, 3], 1.0, **gloo) == 5
+    assert transport_seconds("grouped", [5, 3], 1.0, **reduction) == 5
+    assert transport_bytes("grouped", [5, 3], **reduction) == (5, 5)
 
 
 def test_links_of_hosts_with_several_ranks() -> None:
