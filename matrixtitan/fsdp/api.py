@@ -355,13 +355,7 @@ def _communication(
         if replicas is not None:
             _compare_plans(plan, replicas, device)
         if plan.world_size > 1:
-            ranks = dist.get_process_group_ranks(shard_group)
-            backend = _backend(shard_group, device)
-            chosen = _transport_class(transport, plan.world_size, backend)
-            transports = [
-                chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
-                for _ in range(2)
-            ]
+            transports = [make_transport(transport, shard_group, device) for _ in range(2)]
     return (
         Communication(
             rank=rank,
@@ -377,6 +371,13 @@ def _communication(
         ),
         shard_group,
     )
+
+
+def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it."""
+    ranks, backend = dist.get_process_group_ranks(group), _backend(group, device)
+    chosen = _transport_class(name, len(ranks), backend)
+    return chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

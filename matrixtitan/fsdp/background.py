@@ -33,9 +33,19 @@ class Task:
     """A result to come; `wait` re-raises what the thread met."""
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
+        self._run: Callable[[], None] | None = run
         self.done = threading.Event()
         self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Once, on the thread. What it moved is not kept alive beyond it."""
+        assert self._run is not None
+        try:
+            self._run()
+        except BaseException as error:  # handed to the waiting thread
+            self.error = error
+        self._run = None
+        self.done.set()
 
     def wait(self) -> None:
         self.done.wait()
@@ -71,8 +81,4 @@ class Background:
 
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                task.run()
-            except BaseException as error:  # handed to the waiting thread
-                task.error = error
-            task.done.set()
+            task.run()

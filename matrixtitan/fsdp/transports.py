@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, Task, chunk_bytes, chunks
+from matrixtitan.fsdp.background import Background, Task, chunks
 from matrixtitan.fsdp.streams import Work
 
-POSTED_AHEAD = 8
-"""Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
+ADD_BYTES, ADDS_AHEAD = 1 << 20, 4
+"""What a star's reduction receives at a time, and receives posted before their data is needed: gloo starts sending
+only into a posted receive. Together they bound its buffers, however many peers there are."""
 
 
 class Piece(NamedTuple):
@@ -131,19 +132,18 @@ class Star(Transport):
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         mine = [tensor for owner, tensor in pieces if owner == self.rank]
-        size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
         if self.on_nccl:
             return self._reduce_at_once(pieces, mine)
         sends = [
             _Message(dist.isend, chunk, owner)
             for owner, tensor in pieces
             if owner != self.rank
-            for chunk in chunks(tensor, size)
+            for chunk in chunks(tensor, ADD_BYTES)
         ]
         works: list[Work] = []
         if mine:
             idle, posted = self._adding is None or self._adding.done.is_set(), Event()
-            self._adding = self._background.submit(lambda: self._add_peers(mine, size, posted))
+            self._adding = self._background.submit(lambda: self._add_peers(mine, posted))
             works.append(self._adding)
             if idle:
                 posted.wait()  # receives before sends, as in `_exchange`
@@ -161,12 +161,12 @@ class Star(Transport):
             for work in self._exchange([message]):
                 work.wait()
 
-    def _add_peers(self, mine: list[Tensor], chunk_size: int, first_posted: Event) -> None:
-        """Add what peers send, chunk by chunk; a few receive buffers, however many peers there are."""
+    def _add_peers(self, mine: list[Tensor], first_posted: Event) -> None:
+        """Add what peers send, chunk by chunk."""
         incoming = (  # each owner begins with another peer: all at once would share the first one's link
             (chunk, (self.rank + step) % self.world_size)
             for tensor in mine
-            for chunk in chunks(tensor, chunk_size)
+            for chunk in chunks(tensor, ADD_BYTES)
             for step in range(1, self.world_size)
         )
         posted: deque[tuple[Tensor, Tensor, Work]] = deque()
@@ -178,7 +178,7 @@ class Star(Transport):
                 posted.append((chunk, space, _issued(work)))
 
         try:
-            post(POSTED_AHEAD)
+            post(ADDS_AHEAD)
         finally:
             first_posted.set()
         while posted:

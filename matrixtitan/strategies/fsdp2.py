@@ -16,13 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
+from matrixtitan.fsdp.api import make_transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.base import DataParallel, InitRows
-from matrixtitan.strategies.fsdp2_transports import DirectAllGather, DirectReduceScatter
+from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,
@@ -86,7 +87,11 @@ class FSDP2(DataParallel):
                 f"parallelism.fsdp2_transports 'tuned' is for gloo, the backend is {self.shard_group.name()}: "
                 "use 'stock', whose collectives NCCL has tuned already, or 'auto'"
             )
-        self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self.tuned)
+        self._gather = self._scatter = None
+        if self.tuned:
+            self._gather = TransportAllGather(make_transport("auto", self.shard_group, device))
+            self._scatter = TransportReduceScatter(make_transport("auto", self.shard_group, device))
+        self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)
         model.to(dtype=dtype)
         policy = MixedPrecisionPolicy(
             param_dtype=None if param_dtype == dtype else param_dtype,
@@ -107,7 +112,6 @@ class FSDP2(DataParallel):
         self._set_communication(prefetch)
 
     def _set_communication(self, prefetch: int) -> None:
-        all_gather, reduce_scatter = DirectAllGather(), DirectReduceScatter()
         for module in self._fsdp_modules():
             module.set_gradient_divide_factor(
                 1.0
@@ -116,8 +120,8 @@ class FSDP2(DataParallel):
                 True
             )  # gloo has neither averages nor premultiplied sums
             if self.tuned:
-                module.set_custom_all_gather(cast(Any, all_gather))
-                module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
+                module.set_custom_all_gather(cast(Any, self._gather))
+                module.set_custom_reduce_scatter(cast(Any, self._scatter))
         for index, unit in enumerate(self._units):
             unit.set_modules_to_forward_prefetch(self._units[index + 1 : index + 1 + prefetch])
             if isinstance(unit, nn.Embedding):
@@ -190,12 +194,14 @@ class FSDP2(DataParallel):
         return clip_grad_norm_(gradients, max_norm, self.shard_group, device=self._device)
 
 
-def make_exchange(name: Exchange, mesh: DeviceMesh, tuned: bool) -> MuonExchange:
+def make_exchange(
+    name: Exchange, mesh: DeviceMesh, all_gather: TransportAllGather | None
+) -> MuonExchange:
     """The MuonExchange of `optimizer.matrix_exchange` over a one-dimensional mesh."""
     if name == "gather_each":
         return GatherEach(mesh)
     if name == "gather_once":
-        return GatherOnce(mesh, direct=tuned)
+        return GatherOnce(mesh, all_gather)
     return AllToAll(mesh)
 
 

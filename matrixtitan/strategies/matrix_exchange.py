@@ -29,7 +29,7 @@ from matrixtitan.optim.muon import (
 )
 from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
 from matrixtitan.plan.cost import newton_schulz_flops
-from matrixtitan.strategies.fsdp2_transports import DirectAllGather
+from matrixtitan.strategies.fsdp2_transports import TransportAllGather
 
 BUCKETS = 4
 """Into how many exchanges the all-to-all is cut, so that some travel while others are orthogonalised ..."""
@@ -150,12 +150,12 @@ class GatherEach(MuonExchange):
 class GatherOnce(MuonExchange):
     """One all-gather brings all updates to every rank, and every rank orthogonalises all.
 
-    With `direct` it uses the transport that FSDP2 is tuned with on gloo.
+    With `all_gather` it uses what FSDP2 is tuned with on gloo.
     """
 
-    def __init__(self, mesh: DeviceMesh, direct: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, all_gather: TransportAllGather | None = None) -> None:
         super().__init__(mesh)
-        self._direct = DirectAllGather() if direct else None
+        self._all_gather = all_gather
 
     def orthogonalized(
         self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
@@ -180,8 +180,8 @@ class GatherOnce(MuonExchange):
         for update, place in zip(updates, mine.split(sizes), strict=True):
             rows = update.local()
             place[: rows.numel()].copy_(rows.flatten())
-        if self._direct is not None:
-            self._direct(gathered, mine, self.group).wait()
+        if self._all_gather is not None:
+            self._all_gather(gathered, mine, self.group).wait()
         else:
             dist.all_gather_single(gathered.view(-1), mine, group=self.group)
         return gathered

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from matrixtitan.fsdp.api import make_transport
 from matrixtitan.optim.muon import Muon
+from matrixtitan.strategies.fsdp2_transports import TransportAllGather
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,
@@ -55,7 +57,9 @@ def make_exchange(name: str) -> MuonExchange:
     return {
         "gather_each": GatherEach,
         "gather_once": GatherOnce,
-        "gather_once_direct": lambda mesh: GatherOnce(mesh, direct=True),
+        "gather_once_direct": lambda mesh: GatherOnce(
+            mesh, TransportAllGather(make_transport("auto", mesh.get_group(), torch.device("cpu")))
+        ),
         "all_to_all": AllToAll,
     }[name](mesh)
 

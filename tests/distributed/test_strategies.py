@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
 from matrixtitan.plan.cost import Strategy, strategy_bytes, unit_sizes
 from matrixtitan.strategies.fsdp2 import FSDP2
-from matrixtitan.strategies.fsdp2_transports import DirectAllGather, DirectReduceScatter
+from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
 from matrixtitan.strategies.zero1_owner import Zero1Owner
 from models.llama import Llama
@@ -280,11 +281,12 @@ def test_what_fsdp2_cannot_do_is_named() -> None:
     assert "parallelism.fsdp_reshard_after_forward" in reshard
 
 
-def direct_exchanges() -> None:
+def exchanges_by(transport: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
-    all_gather, reduce_scatter = DirectAllGather(), DirectReduceScatter()
+    movers = [make_transport(transport, group, torch.device("cpu")) for _ in range(2)]
+    all_gather, reduce_scatter = TransportAllGather(movers[0]), TransportReduceScatter(movers[1])
     mine = torch.full((5,), float(rank))
     outputs = [
         all_gather.allocate((5 * size,), dtype=mine.dtype, device=mine.device) for _ in range(3)
@@ -301,8 +303,11 @@ def direct_exchanges() -> None:
         )
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         reduce_scatter(part, whole, group, dist.ReduceOp.AVG)
+    for mover in movers:
+        mover.close()
 
 
+@pytest.mark.parametrize("transport", ["star", "ring"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_direct_exchanges_overlap_and_are_exact(world_size: int) -> None:
-    run_distributed(direct_exchanges, world_size)
+def test_exchanges_by_our_transports_overlap_and_are_exact(world_size: int, transport: str) -> None:
+    run_distributed(exchanges_by, world_size, transport)
