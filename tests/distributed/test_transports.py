@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,6 +66,43 @@ def test_moves_every_piece(name: str, sizes: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
 def test_moves_bfloat16(name: str) -> None:
     run_distributed(move, 3, name, SIZES["uneven, an owner twice"], torch.bfloat16)
+
+
+def sends_in_flight() -> int:
+    """Most sends of one gather that this rank had issued and not yet seen done."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
+    transport = TRANSPORTS["star"](dist.new_group())
+    alive = most = 0
+    isend = dist.isend
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            nonlocal alive
+            self.work.wait()
+            alive -= 1
+
+    def counted(*args: Any, **kwargs: Any) -> Watched:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        return Watched(isend(*args, **kwargs))
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pieces = [Piece(owner, torch.full((1000,), float(rank))) for owner in range(world)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        for work in transport.unshard(pieces):
+            work.wait()
+    assert [piece.tensor[-1].item() for piece in pieces] == list(range(world))
+    transport.close()
+    return most
+
+
+def test_star_sends_in_turn_across_machines() -> None:
+    assert run_distributed(sends_in_flight, 4) == [1, 1, 1, 1]
 
 
 def reduce_irrational(name: str) -> torch.Tensor:
