@@ -196,7 +196,7 @@ class ParallelismConfig:
         True, "reduce gradients after each microbatch, or once a step (more memory)"
     )
     fsdp2_transports: Literal["auto", "tuned", "stock"] = key(
-        "auto", "fsdp2: its own collectives, or ones as good as ours; auto: tuned on gloo"
+        "auto", "fsdp2: its own collectives (stock), or our transports (tuned); auto: tuned on gloo"
     )
     dry_run_world_size: int = key(
         0, "one process runs one rank of a job of this size, without communication"

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, chunk_bytes, chunks
+from matrixtitan.fsdp.background import Background, chunk_bytes
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, Transport
+from matrixtitan.fsdp.transports import Piece, Transport, chunks_by_owner
 
 POSTED_AHEAD = 8
 """Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
@@ -49,7 +49,7 @@ class Ring(Transport):
         self._background.close()
 
     def _unshard(self, pieces: Sequence[Piece]) -> None:
-        by_owner = _chunks_by_owner(pieces, self.world_size)
+        by_owner = self._chunks(pieces)
         incoming = [
             (owner, chunk)
             for owner in self._owners_back_from(self._left)
@@ -68,7 +68,7 @@ class Ring(Transport):
             _wait(send)
 
     def _reduce(self, pieces: Sequence[Piece]) -> None:
-        by_owner = _chunks_by_owner(pieces, self.world_size)
+        by_owner = self._chunks(pieces)
         incoming = iter(
             [
                 (owner, mine)
@@ -98,19 +98,15 @@ class Ring(Transport):
         for send in sends:
             _wait(send)
 
+    def _chunks(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
+        size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
+        return chunks_by_owner(pieces, self.world_size, size)
+
     def _send(self, chunk: Tensor) -> Work | None:
         return dist.isend(chunk, group=self.group, group_dst=self._right)
 
     def _owners_back_from(self, first: int) -> Iterator[int]:
         return ((first - step) % self.world_size for step in range(self.world_size))
-
-
-def _chunks_by_owner(pieces: Sequence[Piece], world_size: int) -> list[list[Tensor]]:
-    size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), world_size)
-    by_owner: list[list[Tensor]] = [[] for _ in range(world_size)]
-    for owner, tensor in pieces:
-        by_owner[owner] += chunks(tensor, size)
-    return by_owner
 
 
 def _wait(work: Work | None) -> None:

@@ -126,19 +126,25 @@ class Star(Transport):
             for owner, tensor in pieces
             if owner == self.rank
         ]
-        if self.on_nccl or not (sends and self._across_machines):
+        if self.on_nccl:
             return self._exchange(receives + sends)
-        return [*self._exchange(receives), self._sender.submit(lambda: self._send_in_turn(sends))]
+        return self._exchange(receives) + self._send(sends)
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        mine = [tensor for owner, tensor in pieces if owner == self.rank]
         if self.on_nccl:
-            return self._reduce_at_once(pieces, mine)
+            return self._reduce_at_once(pieces)
+        by_owner = chunks_by_owner(pieces, self.world_size, ADD_BYTES)
+        mine = by_owner[self.rank]
+        # [Note: order of a star's reduction]
+        # Chunk by chunk, nearest peer first, on both sides: owner o adds from o + 1, o + 2, ..., rank r sends to r - 1,
+        # r - 2, ... So receivers never share a link, and none waits for a sender that waits for another.
         sends = [
-            _Message(dist.isend, chunk, owner)
-            for owner, tensor in pieces
-            if owner != self.rank
-            for chunk in chunks(tensor, ADD_BYTES)
+            _Message(dist.isend, by_owner[owner][index], owner)
+            for index in range(max(map(len, by_owner)))
+            for owner in (
+                (self.rank - step) % self.world_size for step in range(1, self.world_size)
+            )
+            if index < len(by_owner[owner])
         ]
         works: list[Work] = []
         if mine:
@@ -147,26 +153,31 @@ class Star(Transport):
             works.append(self._adding)
             if idle:
                 posted.wait()  # receives before sends, as in `_exchange`
-        return works + self._exchange(sends)
+        return works + self._send(sends)
 
     def close(self) -> None:
         self._background.close()
         self._sender.close()
 
-    def _send_in_turn(self, sends: Sequence[_Message]) -> None:
-        """One after another. All at once they would leave in the order in which peers happen to be ready, which is the
-        same for all owners: they would meet at one peer's link after another's.
+    def _send(self, sends: list[_Message]) -> list[Work]:
+        """Across machines one after another. All at once they would leave in the order in which peers happen to be
+        ready, which is the same for all ranks: they would meet at one peer's link after another's.
         """
-        for message in sends:
-            for work in self._exchange([message]):
-                work.wait()
+        if not (sends and self._across_machines):
+            return self._exchange(sends)
+
+        def send_in_turn() -> None:
+            for message in sends:
+                for work in self._exchange([message]):
+                    work.wait()
+
+        return [self._sender.submit(send_in_turn)]
 
     def _add_peers(self, mine: list[Tensor], first_posted: Event) -> None:
-        """Add what peers send, chunk by chunk."""
-        incoming = (  # each owner begins with another peer: all at once would share the first one's link
+        """Add what peers send; see [Note: order of a star's reduction]."""
+        incoming = (
             (chunk, (self.rank + step) % self.world_size)
-            for tensor in mine
-            for chunk in chunks(tensor, ADD_BYTES)
+            for chunk in mine
             for step in range(1, self.world_size)
         )
         posted: deque[tuple[Tensor, Tensor, Work]] = deque()
@@ -187,8 +198,9 @@ class Star(Transport):
             chunk.add_(space)
             post(1)
 
-    def _reduce_at_once(self, pieces: Sequence[Piece], mine: list[Tensor]) -> Sequence[Work]:
+    def _reduce_at_once(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         """One launch, since NCCL's sends and receives would wait for each other; a buffer for every peer."""
+        mine = [tensor for owner, tensor in pieces if owner == self.rank]
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         received = [(tensor, peer, torch.empty_like(tensor)) for tensor in mine for peer in peers]
         messages = [
@@ -231,6 +243,14 @@ class DryRun(Transport):
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         return ()
+
+
+def chunks_by_owner(pieces: Sequence[Piece], world_size: int, nbytes: int) -> list[list[Tensor]]:
+    """Each owner's pieces in order, cut into chunks of at most `nbytes`."""
+    by_owner: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for owner, tensor in pieces:
+        by_owner[owner] += chunks(tensor, nbytes)
+    return by_owner
 
 
 class _Message(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from matrixtitan.fsdp import transports
 from matrixtitan.fsdp.api import TRANSPORTS
 from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.transports import Piece
@@ -61,6 +62,18 @@ def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: st
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
 def test_moves_every_piece(name: str, sizes: str, world_size: int) -> None:
     run_distributed(move, world_size, name, SIZES[sizes], torch.float32)
+
+
+def move_across_machines(sizes: list[tuple[int, int]]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
+    transports.ADD_BYTES = 64  # many more chunks than receives are posted ahead
+    move("star", sizes, torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("sizes", ["even", "one owner", "uneven, an owner twice"])
+def test_star_across_machines_moves_every_piece(sizes: str, world_size: int) -> None:
+    run_distributed(move_across_machines, world_size, SIZES[sizes])
 
 
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
