@@ -144,7 +144,7 @@ def _fsdp2(
         matrix_exchange=config.optimizer.matrix_exchange,
         prefetch=parallelism.prefetch,
     )
-    return Parallelized(strategy, None, _nothing_to_close)
+    return Parallelized(strategy, None, strategy.close)
 
 
 def _zero1_owner(

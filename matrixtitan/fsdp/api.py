@@ -376,7 +376,10 @@ def _communication(
 def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it."""
     ranks, backend = dist.get_process_group_ranks(group), _backend(group, device)
-    chosen = _transport_class(name, len(ranks), backend)
+    per_host = ranks_on_this_machine(len(ranks))
+    if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
+        per_host = min(count for (count,) in _gather_integers([per_host], group, device))
+    chosen = _transport_class(name, len(ranks), per_host, backend)
     return chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
 
 
@@ -386,14 +389,13 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     return backends[device.type]
 
 
-def _transport_class(name: str, world_size: int, backend: str) -> type[Transport]:
+def _transport_class(name: str, world_size: int, per_host: int, backend: str) -> type[Transport]:
     if backend == "fake":
         return DryRun
     if name == "auto":
-        per_host = ranks_on_this_machine(world_size)
         name = choose_transport(world_size, backend, per_host)
         logger.info(
-            "transport: %s (auto: %d ranks, %d on this machine, %s)",
+            "transport: %s (auto: %d ranks, %d on a machine, %s)",
             name,
             world_size,
             per_host,

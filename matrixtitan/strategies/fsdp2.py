@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.fsdp.api import make_transport
+from matrixtitan.fsdp.transports import Transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.muon import Muon
@@ -88,9 +89,14 @@ class FSDP2(DataParallel):
                 "use 'stock', whose collectives NCCL has tuned already, or 'auto'"
             )
         self._gather = self._scatter = None
+        self._transports: list[Transport] = []
         if self.tuned:
-            self._gather = TransportAllGather(make_transport("auto", self.shard_group, device))
-            self._scatter = TransportReduceScatter(make_transport("auto", self.shard_group, device))
+            gather, scatter = (make_transport("auto", self.shard_group, device) for _ in range(2))
+            self._gather, self._scatter = (
+                TransportAllGather(gather),
+                TransportReduceScatter(scatter),
+            )
+            self._transports = [gather, scatter]
         self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)
         model.to(dtype=dtype)
         policy = MixedPrecisionPolicy(
@@ -192,6 +198,11 @@ class FSDP2(DataParallel):
                 assert isinstance(parameter.grad, DTensor)
                 gradients.append(parameter.grad.to_local())
         return clip_grad_norm_(gradients, max_norm, self.shard_group, device=self._device)
+
+    def close(self) -> None:
+        """Stop the transports' threads."""
+        for transport in self._transports:
+            transport.close()
 
 
 def make_exchange(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from matrixtitan.fsdp import MatrixFSDP, fully_shard
-from matrixtitan.fsdp.api import TRANSPORTS
+from matrixtitan.fsdp.api import TRANSPORTS, make_transport
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
@@ -178,3 +180,22 @@ def test_two_runs_have_the_same_bits(transport: str) -> None:
     assert run_distributed(losses_of_a_run, 3, transport) == run_distributed(
         losses_of_a_run, 3, transport
     )
+
+
+def transport_of_unequal_machines(names: list[str]) -> list[str]:
+    """Three ranks on one machine, one on another; the shard group is the two ranks that straddle them."""
+    rank = dist.get_rank()
+    os.environ["LOCAL_WORLD_SIZE"] = ["3", "3", "3", "1"][rank]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    chosen = []
+    for name in names:
+        transport = make_transport(name, mesh.get_group("shard"), torch.device("cpu"))
+        chosen.append(transport.name)
+        transport.close()
+    return chosen
+
+
+def test_ranks_of_unequal_machines_choose_the_same_transport() -> None:
+    """Each by its own count, one took the ring and the other the star."""
+    chosen = run_distributed(transport_of_unequal_machines, 4, ["auto", "grouped"])
+    assert chosen[2] == chosen[3] == ["ring", "grouped"]

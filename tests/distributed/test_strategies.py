@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -311,3 +313,16 @@ def exchanges_by(transport: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_exchanges_by_our_transports_overlap_and_are_exact(world_size: int, transport: str) -> None:
     run_distributed(exchanges_by, world_size, transport)
+
+
+def threads_after_close() -> list[str]:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # the ring has threads in both directions
+    run = Run(make_config("fsdp2_all_to_all"))
+    run.train(1)
+    assert [thread for thread in threading.enumerate() if "ring" in thread.name]
+    run.close()
+    return [thread.name for thread in threading.enumerate() if "ring" in thread.name]
+
+
+def test_closing_fsdp2_ends_its_threads() -> None:
+    assert run_distributed(threads_after_close, 2) == [[], []]
