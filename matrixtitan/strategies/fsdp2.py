@@ -91,12 +91,9 @@ class FSDP2(DataParallel):
         self._gather = self._scatter = None
         self._transports: list[Transport] = []
         if self.tuned:
-            gather, scatter = (make_transport("auto", self.shard_group, device) for _ in range(2))
-            self._gather, self._scatter = (
-                TransportAllGather(gather),
-                TransportReduceScatter(scatter),
-            )
-            self._transports = [gather, scatter]
+            self._transports = [make_transport("auto", self.shard_group, device) for _ in range(2)]
+            self._gather = TransportAllGather(self._transports[0])
+            self._scatter = TransportReduceScatter(self._transports[1])
         self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)
         model.to(dtype=dtype)
         policy = MixedPrecisionPolicy(
