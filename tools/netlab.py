@@ -36,6 +36,11 @@ BUCKET_BYTES = (
 MTU = 1500  # Ethernet's; clusters mostly use jumbo frames, 9000
 FRAME_BYTES = 14  # Ethernet's header, which the MTU does not count
 QUEUE_MS = 500  # deep enough that a switch port does not drop when every host sends to one
+TCP_SETTINGS = {
+    "tcp_limit_output_bytes": 16 * 1024,  # in the host's queue, of one connection
+    "tcp_slow_start_after_idle": 0,  # strategies take turns, so connections rest for seconds
+    "tcp_early_retrans": 0,  # a slow link's queue looks like a loss: no packets again to find out
+}
 STOP_GRACE_S = 5.0
 
 
@@ -82,17 +87,21 @@ class Netlab:
                 _ip("-n", namespace, "link", "set", device, "addrgenmode", "none")
                 _ip("-n", namespace, "link", "set", device, "mtu", str(self.mtu))
             _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
-            self._without_loss_probes(host)
+            self._tune_for_slow_link(host)
             _ip("-n", host, "link", "set", "lo", "up")
             _ip("-n", host, "link", "set", "eth0", "up")
             _ip("-n", self.switch, "link", "set", port, "up")
             self._limit(host, "eth0")
             self._limit(self.switch, port)
 
-    def _without_loss_probes(self, host: str) -> None:
-        """A slow link's queue looks to TCP like a loss: it would send packets again to find out."""
-        setting = "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans"
-        _ip("netns", "exec", host, "sh", "-c", setting)
+    def _tune_for_slow_link(self, host: str) -> None:
+        """On a fast link a host's own queue holds microseconds of data. Here TCP would park 100 ms of it there, and
+        acknowledgements, and gloo's word of a posted receive, would wait behind it.
+        """
+        _ip("-n", host, "link", "set", "dev", "eth0", "gso_max_segs", "2")
+        for setting, value in TCP_SETTINGS.items():
+            write = f"echo {value} > /proc/sys/net/ipv4/{setting}"
+            _ip("netns", "exec", host, "sh", "-c", write)
 
     def _limit(self, namespace: str, device: str) -> None:
         bucket = ("rate", self.rate, "burst", str(BUCKET_BYTES), "latency", f"{QUEUE_MS}ms")

@@ -215,6 +215,7 @@ def fully_shard(
         model,
         states,
         prefetch=prefetch,
+        join_units=communication.unshard is not None and communication.unshard.joins_units,
         check_order=_order_check(communication, shard_group, [unit.name for unit in built]),
         param_dtype=mp_policy.param_dtype,
         output_dtype=mp_policy.output_dtype,

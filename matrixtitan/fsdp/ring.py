@@ -32,6 +32,9 @@ class Ring(Transport):
     """Bytes on a link: S - s_(r+1) to gather, S - s_r to reduce, whatever the balance between owners."""
 
     name = "ring"
+    joins_units = (
+        True  # all ranks wait for the one that owns least: of two units together it owns more
+    )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

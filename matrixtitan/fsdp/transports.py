@@ -44,6 +44,8 @@ class Transport(ABC):
     """Moves pieces inside one process group of its own, so that no other traffic can cross its messages."""
 
     name: str
+    joins_units = False
+    """Faster for several units in one operation than for one after another, however early the next one begins."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from matrixtitan.plan.packing import Load
 
 EXCHANGE_BUDGET = 300_000
-"""Exchanges between units weighed at most: a bound on planning time that does not depend on the
+"""Exchanges between units tried at most: a bound on planning time that does not depend on the
 machine."""
 
 
@@ -73,7 +74,7 @@ def _shapes_together(
 
 def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[int]:
     """Unit by unit, large pieces first, each to the rank with a slot for it that holds least of the
-    unit.
+    unit and of the one before, which travels at the same time.
 
     Ties go to the rank with most slots left, so that the last units still have a choice, then to
     the lowest rank.
@@ -82,8 +83,10 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
     for number, piece in enumerate(pieces):
         units.setdefault(piece.unit, {}).setdefault(piece.kind, []).append(number)
     owners = [0] * len(pieces)
+    before: Counter[int] = Counter()  # what ranks hold of the unit before
     for kinds in units.values():
-        shares: Counter[int] = Counter()
+        shares = before.copy()
+        mine: Counter[int] = Counter()
         for kind in sorted(kinds, key=lambda kind: (-kind.numel, kind)):
             left = slots[kind]
             heap = [(shares[rank], -count, rank) for rank, count in left.items()]
@@ -92,54 +95,66 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
                 _, _, rank = heapq.heappop(heap)
                 owners[number] = rank
                 shares[rank] += kind.numel
+                mine[rank] += kind.numel
                 left[rank] -= 1
                 if left[rank]:
                     heapq.heappush(heap, (shares[rank], -left[rank], rank))
                 else:
                     del left[rank]
+        before = mine
     return owners
 
 
 def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
-    """Let two units exchange the owners of pieces of one kind while that evens their shares, within
-    a budget.
+    """Let two units exchange the owners of pieces of one kind while that evens what ranks hold of
+    two neighbouring units, within a budget.
 
-    Evenness is the sum of squared shares: moving weight w from rank a to b in one unit, and back in
-    the other, lowers it where (a - b) in the first plus (b - a) in the second is over 2 w. Only a
-    rank with two pieces of a unit can gain.
+    Unevenness is the sum of squares of what ranks lack to the mean of such a pair: a rank that holds
+    nothing of it must receive all of it, while others wait. What a rank has beyond the mean is
+    counted as the others' lack.
     """
-    shares: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)
-    held: Counter[tuple[str, int]] = Counter()
+    order = {unit: number for number, unit in enumerate(dict.fromkeys(p.unit for p in pieces), 1)}
+    places = [order[piece.unit] for piece in pieces]
+    shares = [[0] * world_size for _ in range(len(order) + 2)]  # an empty unit at either end
     kinds: defaultdict[Kind, list[int]] = defaultdict(list)
     for number, piece in enumerate(pieces):
-        shares[piece.unit][owners[number]] += piece.kind.numel
-        held[piece.unit, owners[number]] += 1
+        shares[places[number]][owners[number]] += piece.kind.numel
         kinds[piece.kind].append(number)
+    totals = [sum(share) for share in shares]
+    means = [sum(two) // world_size for two in pairwise(totals)]  # of each pair of neighbours
+    means[0] = means[-1] = 0  # those at the ends are none
+
+    def gain(unit: int, rank: int, change: int) -> int:
+        """How much less uneven both pairs with `unit` are once `rank` holds `change` more of it."""
+        gained = 0
+        for first in (unit - 1, unit):
+            lack = means[first] - shares[first][rank] - shares[first + 1][rank]
+            gained += max(0, lack) ** 2 - max(0, lack - change) ** 2
+        return gained
+
+    def move(unit: int, source: int, target: int, weight: int) -> int:
+        """Carry it out; what it gained."""
+        gained = gain(unit, source, -weight)
+        shares[unit][source] -= weight
+        gained += gain(unit, target, weight)
+        shares[unit][target] += weight
+        return gained
+
     budget, improved = EXCHANGE_BUDGET, True
     while improved and budget > 0:
         improved = False
         for number, piece in enumerate(pieces):
-            if held[piece.unit, owners[number]] < 2:
-                continue
-            mine, here = shares[piece.unit], owners[number]
-            peers = kinds[piece.kind]
-            budget -= len(peers)
+            unit, weight = places[number], piece.kind.numel
+            for peer in kinds[piece.kind]:
+                other, here, there = places[peer], owners[number], owners[peer]
+                if other == unit or there == here:
+                    continue
+                budget -= 1
+                gained = move(unit, here, there, weight) + move(other, there, here, weight)
+                if gained > 0:
+                    owners[number], owners[peer], improved = there, here, True
+                else:
+                    move(unit, there, here, weight)
+                    move(other, here, there, weight)
             if budget < 0:
                 return
-            best, partner = 2 * piece.kind.numel, None
-            for peer in peers:
-                there = owners[peer]
-                theirs = shares[pieces[peer].unit]
-                gain = mine[here] - mine[there] + theirs[there] - theirs[here]
-                if gain > best and pieces[peer].unit != piece.unit:
-                    best, partner = gain, peer
-            if partner is None:
-                continue
-            improved = True
-            there, unit, other = owners[partner], piece.unit, pieces[partner].unit
-            owners[number], owners[partner] = there, here
-            for name, source, target in ((unit, here, there), (other, there, here)):
-                shares[name][source] -= piece.kind.numel
-                shares[name][target] += piece.kind.numel
-                held[name, source] -= 1
-                held[name, target] += 1
