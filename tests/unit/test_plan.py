@@ -83,6 +83,23 @@ def test_units_are_spread_over_ranks() -> None:
     assert max(max(share) for share in blocks) < 1.01 * 14336 * 4096
 
 
+def test_what_a_rank_lacks_of_two_neighbouring_units_is_levelled() -> None:
+    """Seven matrices on eight ranks leave one without any; of fourteen every rank can have its share."""
+    specs = [
+        _matrix(f"{unit}.{name}", rows, 96, f"b{unit}")
+        for unit in range(6)
+        for name, rows in [
+            *((f"attention{i}", 96) for i in range(4)),
+            *((f"w{i}", 256) for i in range(3)),
+        ]
+    ]
+    shares = list(unit_shares(make_plan(specs, 8), 1).values())
+    whole = 2 * sum(shares[0])
+    for first in (0, 2, 4):
+        pair = [a + b for a, b in zip(shares[first], shares[first + 1], strict=True)]
+        assert whole - min(pair) <= 1.02 * 7 / 8 * whole, pair
+
+
 def test_small_tails_of_a_unit_have_one_owner_who_also_owns_a_matrix_of_it() -> None:
     plan = make_plan(llama_specs(**LLAMA_8B), 16)
     for layer in range(32):
