@@ -95,8 +95,8 @@ class Netlab:
             self._limit(self.switch, port)
 
     def _tune_for_slow_link(self, host: str) -> None:
-        """On a fast link a host's own queue holds microseconds of data. Here TCP would park 100 ms of it there, and
-        acknowledgements, and gloo's word of a posted receive, would wait behind it.
+        """TCP's usual settings let a host queue more than a slow link sends in a chunk's time, and what is small, such
+        as acknowledgements and gloo's word of a posted receive, waits behind it.
         """
         _ip("-n", host, "link", "set", "dev", "eth0", "gso_max_segs", "2")
         for setting, value in TCP_SETTINGS.items():

@@ -19,6 +19,8 @@ from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
 ROWS = 24
+OPTIONS: dict[str, Any] = {}
+"""Of every model that this process shards."""
 
 
 def shard(
@@ -30,7 +32,7 @@ def shard(
     )
     kwargs.setdefault("tail_patterns", ("head.weight",))
     kwargs.setdefault("gradient_reduction", "sum")
-    return fully_shard(model, units=units or toy_units(), mesh=mesh, **kwargs)
+    return fully_shard(model, units=units or toy_units(), mesh=mesh, **{**OPTIONS, **kwargs})
 
 
 def my_share(step: int) -> tuple[Tensor, Tensor]:
@@ -474,3 +476,13 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_feature(feature: Callable[[int], None], replicas: int) -> None:
     run_distributed(feature, 2 * replicas, replicas, timeout=120)
+
+
+def in_pairs(feature: Callable[[int], None]) -> None:
+    OPTIONS.update(transport="ring", prefetch=2)
+    feature(1)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_feature_where_units_travel_in_pairs(feature: Callable[[int], None]) -> None:
+    run_distributed(in_pairs, 2, feature, timeout=120)

@@ -41,6 +41,38 @@ elif rank == 1:
 """
 
 
+PING_BESIDE_BULK = """
+import os, socket, threading, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    server = socket.create_server((os.environ["MASTER_ADDR"], 4000))
+    bulk, _ = server.accept()
+    small, _ = server.accept()
+    threading.Thread(target=lambda: [bulk.recv(1 << 16) for _ in iter(int, 1)], daemon=True).start()
+    for _ in range(9):
+        small.sendall(small.recv(1))
+    os._exit(0)
+while True:
+    try:
+        bulk = socket.create_connection((os.environ["MASTER_ADDR"], 4000))
+        break
+    except OSError:
+        time.sleep(0.05)
+small = socket.create_connection((os.environ["MASTER_ADDR"], 4000))
+small.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+threading.Thread(target=lambda: bulk.sendall(bytes(8 << 20)), daemon=True).start()
+time.sleep(1)
+times = []
+for _ in range(9):
+    began = time.monotonic()
+    small.sendall(b"x")
+    small.recv(1)
+    times.append(time.monotonic() - began)
+print("milliseconds", 1000 * min(times), flush=True)
+os._exit(0)
+"""
+
+
 def network_works() -> bool:
     try:
         netlab.check_requirements()
@@ -99,6 +131,16 @@ def test_link_has_its_rate_and_counts_its_bytes(tmp_path: Path) -> None:
     assert MESSAGE_BYTES < links[1]["sent"] < 1.06 * MESSAGE_BYTES  # packet headers
     assert abs(links[0]["received"] - links[1]["sent"]) < 2000  # ARP and the like
     assert links[2]["sent"] < 1000
+
+
+@needs_network
+def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
+    """5 ms there and back beside a transfer that fills the link; 10 with TCP's usual segments."""
+    done = run_netlab(
+        "--nodes", "2", "--rate", "10mbit", "--", sys.executable, "-c", PING_BESIDE_BULK
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout.split("milliseconds")[1].split()[0]) < 8
 
 
 @needs_network
