@@ -235,6 +235,7 @@ def start_unshard(units: Sequence[Unit]) -> None:
     pieces = [piece for unit in units for piece in unit._pieces]
     copies = [copy for unit in units for copy in unit._copies]
     for unit in units:
+        unit.check_materialized()
         assert unit._transient is not None
         unit._transient.allocate()
 
