@@ -22,9 +22,9 @@ and raise where they depart from it, since the other ranks have then begun a gat
 
 [Note: units that travel in pairs]
 Where the transport asks for it (`Transport.joins_units`) and more than one unit may be ahead, units are gathered, and
-reduced, two in one operation. Forward begins with the next pair as soon as `prefetch` allows. In backward two units of
-weights and three of gradients are alive at most, as where units travel alone: a first gradient that waits for the
-second counts as in flight, and the next pair is gathered ahead only while one gradient at most is.
+reduced, two in one operation. Forward begins with the next pair as soon as `prefetch` allows. In backward weights and
+full gradients of five units in all are alive at most, as where units travel alone with one ahead: a gradient that waits
+for its partner counts as in flight, and the next pair is gathered ahead only while at most one unit's gradients are.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Schedule:
                 _start_unshard(new[:2])
         elif state.unit.state == "sharded":
             _start_unshard([state, *ahead[:1]])
-        elif self._gradients_alive <= 1 and all(o.unit.state == "sharded" for o in ahead[:1]):
+        elif ahead and ahead[0].unit.state == "sharded" and self._gradients_alive <= 1:
             _start_unshard(ahead[:2])
         state.unit.finish_unshard()
 

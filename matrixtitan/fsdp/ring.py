@@ -32,9 +32,8 @@ class Ring(Transport):
     """Bytes on a link: S - s_(r+1) to gather, S - s_r to reduce, whatever the balance between owners."""
 
     name = "ring"
-    joins_units = (
-        True  # all ranks wait for the one that owns least: of two units together it owns more
-    )
+    # all ranks wait for the one that owns least, and the least of two units together is more even
+    joins_units = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

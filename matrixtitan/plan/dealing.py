@@ -1,8 +1,8 @@
 """Which matrix goes to which rank, once the packing has fixed how much of each price a rank holds.
 
 Owns two choices that leave every rank's bytes and FLOPs as they are: equal shapes are kept
-together, for batched products, and the matrices of a unit are spread over ranks, so that no owner
-sends, or lacks, much of it alone. It never changes the balance: `packing.py` made it. `planner.py`
+together, for batched products, and the matrices of neighbouring units are spread over ranks, so
+that no rank sends, or lacks, much of both alone. It never changes the balance: `packing.py` made it. `planner.py`
 calls both.
 """
 
