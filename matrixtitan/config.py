@@ -191,7 +191,7 @@ class ParallelismConfig:
     transport: Literal["auto", "grouped", "ring", "star"] = key(
         "auto", "how a unit's weights travel from their owners"
     )
-    prefetch: int = key(1, "units gathered ahead; from 2 on a ring moves two at a time")
+    prefetch: int = key(1, "units gathered ahead")
     reduce_each_microbatch: bool = key(
         True, "reduce gradients after each microbatch, or once a step (more memory)"
     )

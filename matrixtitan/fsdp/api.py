@@ -145,7 +145,7 @@ def fully_shard(
         recognised.
     device: where weights live; None: where they are, or for a meta model the mesh's device.
     reshard_after_forward: "default" keeps the last unit between forward and backward, "never" all.
-    prefetch: how many units to gather ahead; from 2 on, a ring moves two in one operation.
+    prefetch: how many units to gather ahead.
     gradient_reduction: over all ranks of the mesh.
 
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its rows of the values
@@ -215,7 +215,6 @@ def fully_shard(
         model,
         states,
         prefetch=prefetch,
-        join_units=communication.unshard is not None and communication.unshard.joins_units,
         check_order=_order_check(communication, shard_group, [unit.name for unit in built]),
         param_dtype=mp_policy.param_dtype,
         output_dtype=mp_policy.output_dtype,

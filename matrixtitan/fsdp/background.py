@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -29,23 +30,30 @@ def chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
     return tensor.split(max(1, nbytes // tensor.itemsize))
 
 
+Steps = Iterator[bool]
+"""A task's own course: it yields before each wait, True from where the next task may begin beside it."""
+
+
 class Task:
     """A result to come; `wait` re-raises what the thread met."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
+    def __init__(self, steps: Steps) -> None:
+        self._steps: Steps | None = steps
+        self.next_may_begin = False
         self.done = threading.Event()
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Once, on the thread. What it moved is not kept alive beyond it."""
-        assert self._run is not None
+    def advance(self) -> None:
+        """One step, on the thread. What it moved is not kept alive beyond the last."""
+        assert self._steps is not None
         try:
-            self._run()
-        except BaseException as error:  # handed to the waiting thread
-            self.error = error
-        self._run = None
-        self.done.set()
+            self.next_may_begin = next(self._steps)
+        except BaseException as error:
+            if not isinstance(error, StopIteration):
+                self.error = error  # handed to the waiting thread
+            self._steps = None
+            self.next_may_begin = True
+            self.done.set()
 
     def wait(self) -> None:
         self.done.wait()
@@ -64,11 +72,11 @@ class Background:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, run: Callable[[], None]) -> Task:
+    def submit(self, steps: Steps) -> Task:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        task = Task(run)
+        task = Task(steps)
         self._tasks.put(task)
         return task
 
@@ -80,5 +88,21 @@ class Background:
             self._thread = None
 
     def _loop(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
+        begun: deque[Task] = deque()  # the oldest goes on; the others wait after their first step
+        closing = False
+        while begun or not closing:
+            while not closing and (not begun or begun[-1].next_may_begin):
+                try:
+                    task = self._tasks.get(block=not begun)
+                except queue.Empty:
+                    break
+                if task is None:
+                    closing = True
+                else:
+                    task.advance()
+                    begun.append(task)
+                    del task  # else it would live until the next one comes
+            while begun and begun[0].done.is_set():
+                begun.popleft()
+            if begun:
+                begun[0].advance()

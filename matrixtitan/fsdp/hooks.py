@@ -19,26 +19,20 @@ callback: a backward leaves nothing unreduced behind. A graph that is kept may r
 Collectives match by order. Units are gathered on demand in the order of forward, which must be the same on every
 rank. The first forward checks that with a small all-gather per unit and records the order; later ones prefetch by it,
 and raise where they depart from it, since the other ranks have then begun a gather that this one will never join.
-
-[Note: units that travel in pairs]
-Where the transport asks for it (`Transport.joins_units`) and more than one unit may be ahead, units are gathered, and
-reduced, two in one operation. Forward begins with the next pair as soon as `prefetch` allows. In backward weights and
-full gradients of five units in all are alive at most, as where units travel alone with one ahead: a gradient that waits
-for its partner counts as in flight, and the next pair is gathered ahead only while at most one unit's gradients are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from matrixtitan.fsdp.unit import Reduction, Unit, start_reduce, start_unshard
+from matrixtitan.fsdp.unit import Reduction, Unit
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 
@@ -67,7 +61,6 @@ class UnitState:
         self.running: list[Call | None] = []  # forwards now executing, innermost last
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # forwards whose backward is not over
         self.modules_run: set[nn.Module] = set()
-        self.together: Sequence[UnitState] = (self,)  # last gathered in one operation
         self.keeps_gradients = False  # accumulated without being reduced
 
     @property
@@ -83,7 +76,6 @@ class UnitState:
 class Schedule:
     """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself.
 
-    `join_units`: see [Note: units that travel in pairs].
     `check_order` raises on every rank unless all ranks gather the unit of the same index now.
     """
 
@@ -93,7 +85,6 @@ class Schedule:
         states: list[UnitState],
         *,
         prefetch: int,
-        join_units: bool,
         check_order: Callable[[int], None],
         param_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
@@ -101,7 +92,6 @@ class Schedule:
         self.root = root
         self.states = states
         self.prefetch = prefetch
-        self._in_pairs = join_units and prefetch > 1
         self.reduce_gradients = True
         self._check_order = check_order
         self._param_dtype = param_dtype
@@ -111,9 +101,7 @@ class Schedule:
         self._in_root_forward = False
         self._in_backward = False
         self._begun: list[Call] = []  # calls whose backward began in the backward now running
-        self._waiting: list[UnitState] = []  # to be reduced with another
-        self._in_flight: list[list[Reduction]] = []  # full gradients alive, by operation
-        self._reductions: list[Reduction] = []  # all of this backward
+        self._reductions: list[Reduction] = []
         self._handles: list[Any] = []
         self._install()
 
@@ -197,24 +185,14 @@ class Schedule:
 
     def _gather(self, state: UnitState, order: list[UnitState] | None, step: int) -> None:
         """Gather one unit and begin with the next ones in `order`, its own first."""
-        ahead: list[UnitState] = []
+        state.unit.start_unshard()
         if order is not None and state in order:
             position = order.index(state)
             ahead = order[position + 1 :] if step > 0 else order[:position][::-1]
-        if step < 0:
-            ahead = [other for other in ahead if other.weights_wanted]
-        if not self._in_pairs:
-            for other in (state, *ahead[: self.prefetch]):
-                _start_unshard([other])
-        elif step > 0:
-            _start_unshard([state])
-            new = [other for other in ahead[: self.prefetch] if other.unit.state == "sharded"]
-            if len(new) > 1 or len(ahead) <= self.prefetch:
-                _start_unshard(new[:2])
-        elif state.unit.state == "sharded":
-            _start_unshard([state, *ahead[:1]])
-        elif ahead and ahead[0].unit.state == "sharded" and self._gradients_alive <= 1:
-            _start_unshard(ahead[:2])
+            if step < 0:
+                ahead = [other for other in ahead if other.weights_wanted]
+            for other in ahead[: self.prefetch]:
+                other.unit.start_unshard()
         state.unit.finish_unshard()
 
     def _post_forward(self, state: UnitState, module: nn.Module, args: Any, output: Any) -> None:
@@ -289,24 +267,11 @@ class Schedule:
         if state.keeps_gradients:
             state.unit.keep_gradients()
             return
-        self._waiting.append(state)
-        while self._in_flight and self._gradients_alive > MAX_REDUCTIONS_IN_FLIGHT:
-            for reduction in self._in_flight.pop(0):
-                reduction.wait_for_owners()
-        full = len(self._waiting) == MAX_REDUCTIONS_IN_FLIGHT
-        if full or not any(other.calls for other in state.together):
-            self._start_reduce()
-
-    @property
-    def _gradients_alive(self) -> int:
-        """Units whose full gradients wait or are being reduced."""
-        return len(self._waiting) + sum(map(len, self._in_flight))
-
-    def _start_reduce(self) -> None:
-        if self._waiting:
-            self._in_flight.append(start_reduce([state.unit for state in self._waiting]))
-            self._reductions += self._in_flight[-1]
-            self._waiting = []
+        if len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._reductions[
+                -MAX_REDUCTIONS_IN_FLIGHT
+            ].wait_for_owners()  # bounds the full gradients alive
+        self._reductions.append(state.unit.start_reduce())
 
     def _end_backward(self) -> None:
         try:
@@ -318,14 +283,15 @@ class Schedule:
             for state in sorted(late, key=lambda s: s.index, reverse=True):
                 state.unit.reshard()
                 self._reduce(state)
-            self._start_reduce()
             for reduction in self._reductions:
                 reduction.wait_for_owners()
             for reduction in self._reductions:
                 reduction.finish()
             self.reshard()
         finally:
-            self._forget_backward()
+            self._reductions = []
+            self._begun = []
+            self._in_backward = False
 
     def _close_calls(self) -> None:
         for call in self._begun:
@@ -340,20 +306,9 @@ class Schedule:
         for state in self.states:
             state.unit.drop_gradients()
             state.keeps_gradients = False
-        self._forget_backward()
-
-    def _forget_backward(self) -> None:
-        self._waiting, self._in_flight, self._reductions = [], [], []
+        self._reductions = []
         self._begun = []
         self._in_backward = False
-
-
-def _start_unshard(states: Sequence[UnitState]) -> None:
-    """Begin to gather those that are sharded, in one operation."""
-    states = [state for state in states if state.unit.state == "sharded"]
-    for state in states:
-        state.together = states
-    start_unshard([state.unit for state in states])
 
 
 class _PostBackward(torch.autograd.Function):

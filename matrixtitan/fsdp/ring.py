@@ -8,19 +8,23 @@ Unshard: rank r's link carries the pieces of owners r, r-1, ..., r+2: its own fi
 of its right neighbour. Reduction: sums of owner o's pieces start at o+1 and end at o, so rank r's link carries owners
 r-1, r-2, ..., r+1. Both ends of a link derive the same list, so messages need no tags, and sums are added in ring
 order: two runs give the same bits.
+
+[Note: where the next operation begins]
+A rank that owns little of a unit must receive most of it, so one link or another carries more than the rest, each unit
+another one. A rank begins the next operation as soon as it has sent all of the last, while what goes no further still
+arrives: links then wait for each other only where their sums over several units differ, and none rests between two.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, chunk_bytes
+from matrixtitan.fsdp.background import Background, Steps, chunk_bytes
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece, Transport, chunks_by_owner
 
@@ -32,8 +36,6 @@ class Ring(Transport):
     """Bytes on a link: S - s_(r+1) to gather, S - s_r to reduce, whatever the balance between owners."""
 
     name = "ring"
-    # all ranks wait for the one that owns least, and the least of two units together is more even
-    joins_units = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -42,15 +44,15 @@ class Ring(Transport):
         self._background = Background(f"ring of rank {self.rank}")
 
     def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._background.submit(lambda: self._unshard(pieces))]
+        return [self._background.submit(self._unshard(pieces))]
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._background.submit(lambda: self._reduce(pieces))]
+        return [self._background.submit(self._reduce(pieces))]
 
     def close(self) -> None:
         self._background.close()
 
-    def _unshard(self, pieces: Sequence[Piece]) -> None:
+    def _unshard(self, pieces: Sequence[Piece]) -> Steps:
         by_owner = self._chunks(pieces)
         incoming = [
             (owner, chunk)
@@ -63,26 +65,27 @@ class Ring(Transport):
         ]
         sends = [self._send(chunk) for chunk in by_owner[self.rank]]
         for (owner, chunk), receive in zip(incoming, receives, strict=True):
+            yield owner == self._right  # these come last and go no further
             _wait(receive)
             if owner != self._right:
                 sends.append(self._send(chunk))
         for send in sends:
+            yield True
             _wait(send)
 
-    def _reduce(self, pieces: Sequence[Piece]) -> None:
+    def _reduce(self, pieces: Sequence[Piece]) -> Steps:
         by_owner = self._chunks(pieces)
-        incoming = iter(
-            [
-                (owner, mine)
-                for owner in self._owners_back_from((self.rank - 2) % self.world_size)
-                if owner != self._left
-                for mine in by_owner[owner]
-            ]
+        incoming = deque(
+            (owner, mine)
+            for owner in self._owners_back_from((self.rank - 2) % self.world_size)
+            if owner != self._left
+            for mine in by_owner[owner]
         )
         posted: deque[tuple[int, Tensor, Tensor, Work | None]] = deque()
 
         def post(count: int) -> None:
-            for owner, mine in islice(incoming, count):
+            for _ in range(min(count, len(incoming))):
+                owner, mine = incoming.popleft()
                 space = torch.empty_like(mine)
                 posted.append(
                     (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
@@ -92,12 +95,14 @@ class Ring(Transport):
         sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
         while posted:
             owner, mine, received, work = posted.popleft()
+            yield not incoming and owner == self.rank  # sums of this rank's own come last
             _wait(work)
             mine.add_(received)
             post(1)
             if owner != self.rank:
                 sends.append(self._send(mine))
         for send in sends:
+            yield True
             _wait(send)
 
     def _chunks(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:

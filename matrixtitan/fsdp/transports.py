@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matrixtitan.fsdp.background import Background, Task, chunks
+from matrixtitan.fsdp.background import Background, Steps, Task, chunks
 from matrixtitan.fsdp.streams import Work
 
 ADD_BYTES, ADDS_AHEAD = 1 << 20, 4
@@ -41,11 +41,12 @@ def ranks_on_this_machine(world_size: int) -> int:
 
 
 class Transport(ABC):
-    """Moves pieces inside one process group of its own, so that no other traffic can cross its messages."""
+    """Moves pieces one way inside one process group of its own, so that no other traffic can cross its messages.
+
+    Several operations may be in flight; the next may begin before the last is over.
+    """
 
     name: str
-    joins_units = False
-    """Faster for several units in one operation than for one after another, however early the next one begins."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -151,7 +152,7 @@ class Star(Transport):
         works: list[Work] = []
         if mine:
             idle, posted = self._adding is None or self._adding.done.is_set(), Event()
-            self._adding = self._background.submit(lambda: self._add_peers(mine, posted))
+            self._adding = self._background.submit(self._add_peers(mine, posted))
             works.append(self._adding)
             if idle:
                 posted.wait()  # receives before sends, as in `_exchange`
@@ -168,14 +169,15 @@ class Star(Transport):
         if not (sends and self._across_machines):
             return self._exchange(sends)
 
-        def send_in_turn() -> None:
-            for message in sends:
-                for work in self._exchange([message]):
-                    work.wait()
+        return [self._sender.submit(self._send_in_turn(sends))]
 
-        return [self._sender.submit(send_in_turn)]
+    def _send_in_turn(self, sends: list[_Message]) -> Steps:
+        for message in sends:
+            for work in self._exchange([message]):
+                yield False
+                work.wait()
 
-    def _add_peers(self, mine: list[Tensor], first_posted: Event) -> None:
+    def _add_peers(self, mine: list[Tensor], first_posted: Event) -> Steps:
         """Add what peers send; see [Note: order of a star's reduction]."""
         incoming = (
             (chunk, (self.rank + step) % self.world_size)
@@ -196,6 +198,7 @@ class Star(Transport):
             first_posted.set()
         while posted:
             chunk, space, work = posted.popleft()
+            yield False
             work.wait()
             chunk.add_(space)
             post(1)

@@ -148,9 +148,31 @@ class Unit:
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
+    def start_unshard(self) -> None:
+        """Begin to gather; a no-op unless SHARDED. All ranks must call it in the same order."""
+        if self.state != "sharded":
+            return
+        self.state = "unsharding"
+        if not self.params:
+            return
+        self.check_materialized()
+        transient, pieces, copies = self._transient, self._pieces, self._copies
+        assert transient is not None
+        transport = self._comm.unshard
+        transient.allocate()
+
+        def issue() -> Sequence[Work]:
+            with torch.no_grad():
+                for target, source in copies:
+                    # my rows of split parameters, and the one cast to compute dtype
+                    target.copy_(source)
+            return transport.unshard(pieces) if transport is not None and pieces else ()
+
+        self._pending = self._comm.unshard_channel.submit(issue, f"gathering {self.name}")
+
     def finish_unshard(self) -> None:
         """Wait for the weights and put them into the modules."""
-        start_unshard([self])
+        self.start_unshard()
         if self.state == "unsharded":
             return
         if self._pending is not None:
@@ -189,11 +211,9 @@ class Unit:
             if param.trainable:
                 param.take_gradient(self.reduce_dtype)
 
-    def take_gradients(self) -> tuple[list[Piece], list[tuple[ShardedParam, Tensor]]]:
-        """Full gradients as messages to their owners, and the parts of them that will hold this rank's sums.
-
-        A parameter unused on this rank counts as zeros, so that ranks agree on what is sent.
-        """
+    def start_reduce(self) -> Reduction:
+        """Send every gradient to its owner. A parameter unused on this rank counts as zeros, so that ranks agree on
+        what is sent."""
         pieces: list[Piece] = []
         mine: list[tuple[ShardedParam, Tensor]] = []
         small: dict[int, list[tuple[ShardedParam, Tensor]]] = {}
@@ -220,55 +240,14 @@ class Unit:
             if owner == self._comm.rank:
                 parts = flat.split([grad.numel() for _, grad in group])
                 mine += [(param, part) for (param, _), part in zip(group, parts, strict=True)]
-        return [piece for piece in pieces if piece.tensor.numel()], mine
+        pieces = [piece for piece in pieces if piece.tensor.numel()]
+        transport = self._comm.reduce
 
+        def issue() -> Sequence[Work]:
+            return transport.reduce(pieces) if transport is not None and pieces else ()
 
-def start_unshard(units: Sequence[Unit]) -> None:
-    """Begin to gather those that are SHARDED, in one operation. All ranks must call it in the same order."""
-    units = [unit for unit in units if unit.state == "sharded"]
-    for unit in units:
-        unit.state = "unsharding"
-    units = [unit for unit in units if unit.params]
-    if not units:
-        return
-    comm = units[0]._comm
-    pieces = [piece for unit in units for piece in unit._pieces]
-    copies = [copy for unit in units for copy in unit._copies]
-    for unit in units:
-        unit.check_materialized()
-        assert unit._transient is not None
-        unit._transient.allocate()
-
-    def issue() -> Sequence[Work]:
-        with torch.no_grad():
-            for target, source in copies:
-                # my rows of split parameters, and the one cast to compute dtype
-                target.copy_(source)
-        return comm.unshard.unshard(pieces) if comm.unshard is not None and pieces else ()
-
-    pending = comm.unshard_channel.submit(issue, f"gathering {_names(units)}")
-    for unit in units:
-        unit._pending = pending
-
-
-def start_reduce(units: Sequence[Unit]) -> list[Reduction]:
-    """Send every gradient of `units` to its owner, in one operation. All ranks must call it in the same order."""
-    comm = units[0]._comm
-    taken = [unit.take_gradients() for unit in units]
-    pieces = [piece for messages, _ in taken for piece in messages]
-
-    def issue() -> Sequence[Work]:
-        return comm.reduce.reduce(pieces) if comm.reduce is not None and pieces else ()
-
-    pending = comm.reduce_channel.submit(issue, f"reducing the gradients of {_names(units)}")
-    return [
-        Reduction(unit, pending, messages, mine)
-        for unit, (messages, mine) in zip(units, taken, strict=True)
-    ]
-
-
-def _names(units: Sequence[Unit]) -> str:
-    return " and ".join(unit.name for unit in units)
+        pending = self._comm.reduce_channel.submit(issue, f"reducing the gradients of {self.name}")
+        return Reduction(self, pending, pieces, mine)
 
 
 class Reduction:

@@ -478,11 +478,11 @@ def test_feature(feature: Callable[[int], None], replicas: int) -> None:
     run_distributed(feature, 2 * replicas, replicas, timeout=120)
 
 
-def in_pairs(feature: Callable[[int], None]) -> None:
+def over_a_ring(feature: Callable[[int], None]) -> None:
     OPTIONS.update(transport="ring", prefetch=2)
     feature(1)
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
-def test_feature_where_units_travel_in_pairs(feature: Callable[[int], None]) -> None:
-    run_distributed(in_pairs, 2, feature, timeout=120)
+def test_feature_over_a_ring(feature: Callable[[int], None]) -> None:
+    run_distributed(over_a_ring, 2, feature, timeout=120)

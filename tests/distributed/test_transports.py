@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -33,28 +34,31 @@ def content(piece: int, numel: int, rank: int) -> torch.Tensor:
 
 def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: str = "cpu") -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    transport = TRANSPORTS[name](dist.new_group())
-    for _ in range(2):  # twice in flight: operations of one transport must not mix
-        gathered, reduced, works = [], [], []
-        for index, (owner, numel) in enumerate(sizes):
+    weights_way, gradients_way = (TRANSPORTS[name](dist.new_group()) for _ in range(2))
+    gathered, reduced, works = [], [], []
+    for repeat in range(3):  # all in flight at once: operations of one transport must not mix
+        weights, gradients = [], []
+        for index, (owner, numel) in enumerate(sizes, repeat):
             owner %= world
             full = content(index, numel, owner).to(device, dtype)
-            gathered.append(
-                (full, Piece(owner, full.clone() if rank == owner else torch.zeros_like(full)))
-            )
+            piece = Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))
+            weights.append((full, piece))
             total = sum(content(index, numel, other) for other in range(world))
             mine = content(index, numel, rank).to(device, dtype)
-            reduced.append((total.to(device, dtype), Piece(owner, mine)))  # type: ignore[union-attr]
-        works += list(transport.unshard([piece for _, piece in gathered]))
-        works += list(transport.reduce([piece for _, piece in reduced]))
-        for work in works:
-            work.wait()
-        for full, piece in gathered:
-            assert torch.equal(piece.tensor, full), (name, piece.owner)
-        for total, piece in reduced:
-            if piece.owner == rank:
-                assert torch.equal(piece.tensor, total), (name, piece.owner)
-    transport.close()
+            gradients.append((total.to(device, dtype), Piece(owner, mine)))  # type: ignore[union-attr]
+        works += weights_way.unshard([piece for _, piece in weights])
+        works += gradients_way.reduce([piece for _, piece in gradients])
+        gathered += weights
+        reduced += gradients
+    for work in works:
+        work.wait()
+    for full, piece in gathered:
+        assert torch.equal(piece.tensor, full), (name, piece.owner)
+    for total, piece in reduced:
+        if piece.owner == rank:
+            assert torch.equal(piece.tensor, total), (name, piece.owner)
+    weights_way.close()
+    gradients_way.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -116,6 +120,45 @@ def sends_in_flight() -> int:
 
 def test_star_sends_in_turn_across_machines() -> None:
     assert run_distributed(sends_in_flight, 4) == [1, 1, 1, 1]
+
+
+def sent_ahead(direction: str, missing: int) -> int:
+    """Chunks of two operations, one an owner, that this rank sends before rank `missing` joins in."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    transport = TRANSPORTS["ring"](dist.new_group())
+    sent, isend = 0, dist.isend
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return isend(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        if rank == missing:
+            time.sleep(2)
+        works = [
+            work
+            for _ in range(2)
+            for work in getattr(transport, direction)(
+                [Piece(owner, torch.ones(100)) for owner in range(world)]
+            )
+        ]
+        time.sleep(1)
+        ahead = sent
+        for work in works:
+            work.wait()
+        assert sent == 2 * (world - 1)
+    transport.close()
+    return ahead
+
+
+@pytest.mark.parametrize("direction", ["unshard", "reduce"])
+def test_ring_begins_the_next_operation_once_it_has_sent_all_of_the_last(direction: str) -> None:
+    """Each rank waits for what it must pass on, but not for what ends with it."""
+    ahead = run_distributed(sent_ahead, 3, direction, 2)
+    # rank 0 lacks rank 2's chunk, which it must pass on; rank 1 has passed on rank 0's, and sent its next
+    assert ahead[:2] == [1, 3]
 
 
 def reduce_irrational(name: str) -> torch.Tensor:
