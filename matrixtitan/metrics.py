@@ -180,7 +180,7 @@ class StepReport:
         ]
         if self.mfu is not None:
             parts.append(f"mfu {100 * self.mfu:.1f}%")
-        parts.append(_memory_text(self.memory))
+        parts.append(memory_text(self.memory))
         for name, phase in self.phases.items():
             parts.append(
                 f"{name} {phase.mean:.1f} ms (max {phase.max:.1f}, rank {phase.slowest_rank})"
@@ -190,7 +190,7 @@ class StepReport:
         return " | ".join(parts)
 
 
-def _memory_text(memory: Mapping[str, float]) -> str:
+def memory_text(memory: Mapping[str, float]) -> str:
     if "memory/max_rss_gib" in memory:
         return f"memory {memory['memory/max_rss_gib']:.2f} GiB resident"
     retries = int(memory["memory/alloc_retries"])

@@ -30,7 +30,7 @@ from matrixtitan.data.dataloader import (
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
-from matrixtitan.metrics import Metrics, memory_figures
+from matrixtitan.metrics import Metrics, memory_figures, memory_text
 from matrixtitan.optim.lr_schedule import LRSchedule
 from matrixtitan.parallelize import dtype_of, parallelize, plan_settings
 from matrixtitan.plan.cost import rank_bytes
@@ -259,22 +259,23 @@ class Trainer:
         return grad_norm
 
     def _report_dry_run(self) -> None:
-        """What the rank that was run keeps for good, measured on its tensors, and the plan's word for it."""
+        """What the rank that was run keeps for good, measured on its tensors (AdamW's step counters, 4 bytes a
+        tensor, apart), and the plan's word for it."""
         params = [param.tensor for param in self.strategy.stepped_parameters()]
-        state = [state.tensor for state in self.optimizers.state_tensors()]
+        state = [state.tensor for state in self.optimizers.state_tensors() if state.tensor.ndim]
         kept = sum(tensor.nbytes for tensor in params), sum(tensor.nbytes for tensor in state)
         planned = ""
         if self.plan is not None:
             resident = rank_bytes(self.plan, plan_settings(self.config))[self.world.rank]
             planned = f"; planned in all: {resident.total:,} bytes"
         logger.info(
-            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; peak %s",
+            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; %s",
             self.world.rank,
             self.world.size,
             f"{kept[0]:,}",
             f"{kept[1]:,}",
             planned,
-            memory_figures(self.device),
+            memory_text(memory_figures(self.device)),
         )
 
     def _zero_gradients(self) -> float:

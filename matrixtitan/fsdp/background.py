@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -38,22 +39,16 @@ class Task:
     """A result to come; `wait` re-raises what the thread met."""
 
     def __init__(self, steps: Steps) -> None:
-        self._steps: Steps | None = steps
+        self.steps: Steps | None = steps
         self.next_may_begin = False
         self.done = threading.Event()
         self.error: BaseException | None = None
 
-    def advance(self) -> None:
-        """One step, on the thread. What it moved is not kept alive beyond the last."""
-        assert self._steps is not None
-        try:
-            self.next_may_begin = next(self._steps)
-        except BaseException as error:
-            if not isinstance(error, StopIteration):
-                self.error = error  # handed to the waiting thread
-            self._steps = None
-            self.next_may_begin = True
-            self.done.set()
+    def finish(self, error: BaseException | None) -> None:
+        """On the thread. What it moved is not kept alive beyond this."""
+        self.steps, self.error = None, error
+        self.next_may_begin = True
+        self.done.set()
 
     def wait(self) -> None:
         self.done.wait()
@@ -62,7 +57,8 @@ class Task:
 
 
 class Background:
-    """Runs tasks in the order given, on one thread that starts with the first.
+    """Begins tasks in the order given, on one thread that starts with the first; where one says so, the next begins
+    beside it. After an error all others fail with it: peers would take their messages for those that were not sent.
 
     A daemon thread, so that a dead peer cannot keep this process from ending.
     """
@@ -71,8 +67,12 @@ class Background:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def submit(self, steps: Steps) -> Task:
+        """RuntimeError where an earlier task failed."""
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
@@ -89,20 +89,35 @@ class Background:
 
     def _loop(self) -> None:
         begun: deque[Task] = deque()  # the oldest goes on; the others wait after their first step
-        closing = False
-        while begun or not closing:
-            while not closing and (not begun or begun[-1].next_may_begin):
+        while True:
+            while not begun or begun[-1].next_may_begin:
                 try:
                     task = self._tasks.get(block=not begun)
                 except queue.Empty:
                     break
                 if task is None:
-                    closing = True
-                else:
-                    task.advance()
-                    begun.append(task)
-                    del task  # else it would live until the next one comes
-            while begun and begun[0].done.is_set():
+                    for task in begun:
+                        while not task.done.is_set():
+                            self._advance(task)
+                    return
+                begun.append(task)
+                self._advance(task)
+                del task  # else it would live until the next one comes
+            self._advance(begun[0])
+            if begun[0].done.is_set():
                 begun.popleft()
-            if begun:
-                begun[0].advance()
+
+    def _advance(self, task: Task) -> None:
+        """One step, unless it is done."""
+        if task.steps is None:
+            return
+        try:
+            if self._error is not None:
+                raise self._error
+            task.next_may_begin = next(task.steps)
+        except StopIteration:
+            task.finish(None)
+        except BaseException as error:  # handed to who waits
+            traceback.clear_frames(error.__traceback__)  # which hold tensors
+            self._error = error  # before `done`: who sees that submits no more
+            task.finish(error)

@@ -1,7 +1,7 @@
 """The ring transport: each rank receives from its left neighbour and sends to its right one, chunk by chunk.
 
 Gloo only: receives posted ahead of their sends would deadlock NCCL. A thread of its own forwards while the main
-thread computes; one transport has one thread, so its operations run in the order they were issued.
+thread computes; one transport has one thread, so its operations begin in the order they were issued.
 
 [Note: order of chunks on a link]
 Unshard: rank r's link carries the pieces of owners r, r-1, ..., r+2: its own first, then what arrives, and never those
@@ -11,8 +11,10 @@ order: two runs give the same bits.
 
 [Note: where the next operation begins]
 A rank that owns little of a unit must receive most of it, so one link or another carries more than the rest, each unit
-another one. A rank begins the next operation as soon as it has sent all of the last, while what goes no further still
-arrives: links then wait for each other only where their sums over several units differ, and none rests between two.
+another one. A rank may begin the next operation, if it is there, when it has sent all of the last and posted all its
+receives (both must keep their order on a link), while what goes no further still arrives. So links wait for each other
+mostly where their sums over several units differ. It is not perfect: a reduction posts few receives ahead, to save
+memory, so its last own sums must be near; and the thread looks for the next operation between two chunks.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 TOLERANCE = 5e-5
 
@@ -408,3 +411,52 @@ def test_training_times_out_sooner_than_a_save(corpus: Path, tmp_path: Path) -> 
     for training, saving in run_distributed(timeouts, 2, config):
         assert training == 17
         assert saving > 1000
+
+
+def kept_bytes(config: Config) -> tuple[int, int]:
+    """Weights and optimizer state, step counters apart, that this rank keeps after a run."""
+    with Trainer(config) as trainer:
+        trainer.train()
+        params = [param.tensor for param in trainer.strategy.stepped_parameters()]
+        state = [state.tensor for state in trainer.optimizers.state_tensors()]
+        return sum(t.nbytes for t in params), sum(t.nbytes for t in state if t.ndim)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
+    corpus: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """One process each, against the plan to the byte and against a real run of all ranks."""
+    ranks = 3
+    overrides = {
+        "optimizer.name": optimizer,
+        "parallelism.strategy": "matrix_fsdp",
+        "training.steps": "2",
+    }
+    real = run_distributed(
+        kept_bytes,
+        ranks,
+        config_for(corpus, tmp_path, **{k.replace(".", "__"): v for k, v in overrides.items()}),
+        timeout=120,
+    )
+    for rank in (0, ranks - 1):
+        command = [sys.executable, "train.py", "--config", str(tmp_path / "run.toml")]
+        for key, value in {
+            **overrides,
+            "parallelism.dry_run_world_size": str(ranks),
+            "parallelism.dry_run_rank": str(rank),
+            "job.dump_folder": str(tmp_path / f"dry{rank}"),
+        }.items():
+            command += [f"--{key}", value]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        report = re.search(
+            rf"dry run: rank {rank} of {ranks} keeps (\S+) bytes of weights, as many of gradients, (\S+) of "
+            r"optimizer state; planned in all: (\S+) bytes; memory .* resident",
+            done.stdout + done.stderr,
+        )
+        assert report, done.stdout + done.stderr
+        weights, state, planned = (int(text.replace(",", "")) for text in report.groups())
+        assert (weights, state) == real[rank]
+        assert 2 * weights + state == planned

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from matrixtitan.fsdp import transports
 from matrixtitan.fsdp.api import TRANSPORTS
 from matrixtitan.fsdp.background import CHUNK_BYTES
+from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece
 from tests.lib.distributed import run_distributed
 
@@ -32,13 +33,16 @@ def content(piece: int, numel: int, rank: int) -> torch.Tensor:
     return ((torch.arange(numel) * (piece + 3) + 5 * rank) % 7).float()
 
 
-def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: str = "cpu") -> None:
+def move(
+    name: str, layouts: list[list[tuple[int, int]]], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    """Gather and reduce each layout, all in flight at once: operations of one transport must not mix."""
     rank, world = dist.get_rank(), dist.get_world_size()
     weights_way, gradients_way = (TRANSPORTS[name](dist.new_group()) for _ in range(2))
     gathered, reduced, works = [], [], []
-    for repeat in range(3):  # all in flight at once: operations of one transport must not mix
+    for sizes in layouts:
         weights, gradients = [], []
-        for index, (owner, numel) in enumerate(sizes, repeat):
+        for index, (owner, numel) in enumerate(sizes):
             owner %= world
             full = content(index, numel, owner).to(device, dtype)
             piece = Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))
@@ -50,6 +54,7 @@ def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: st
         works += gradients_way.reduce([piece for _, piece in gradients])
         gathered += weights
         reduced += gradients
+        time.sleep(0.002 * rank)  # ranks come at different times
     for work in works:
         work.wait()
     for full, piece in gathered:
@@ -65,13 +70,20 @@ def move(name: str, sizes: list[tuple[int, int]], dtype: torch.dtype, device: st
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
 def test_moves_every_piece(name: str, sizes: str, world_size: int) -> None:
-    run_distributed(move, world_size, name, SIZES[sizes], torch.float32)
+    run_distributed(move, world_size, name, [SIZES[sizes]] * 3, torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", sorted(TRANSPORTS))
+def test_operations_of_different_owners_follow_each_other(name: str, world_size: int) -> None:
+    layouts = [[(owner, 50 + owner)] for owner in range(world_size)] + list(SIZES.values())
+    run_distributed(move, world_size, name, layouts + layouts[::-1], torch.float32)
 
 
 def move_across_machines(sizes: list[tuple[int, int]]) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
     transports.ADD_BYTES = 64  # many more chunks than receives are posted ahead
-    move("star", sizes, torch.float32)
+    move("star", [sizes] * 3, torch.float32)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -82,7 +94,7 @@ def test_star_across_machines_moves_every_piece(sizes: str, world_size: int) -> 
 
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
 def test_moves_bfloat16(name: str) -> None:
-    run_distributed(move, 3, name, SIZES["uneven, an owner twice"], torch.bfloat16)
+    run_distributed(move, 3, name, list(SIZES.values()), torch.bfloat16)
 
 
 def sends_in_flight() -> int:
@@ -122,33 +134,51 @@ def test_star_sends_in_turn_across_machines() -> None:
     assert run_distributed(sends_in_flight, 4) == [1, 1, 1, 1]
 
 
-def sent_ahead(direction: str, missing: int) -> int:
-    """Chunks of two operations, one an owner, that this rank sends before rank `missing` joins in."""
+def sent_ahead(direction: str) -> int:
+    """Chunks of two operations, one an owner, that this rank of three sends before rank 2 joins in."""
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = TRANSPORTS["ring"](dist.new_group())
-    sent, isend = 0, dist.isend
+    flag, sent, isend = torch.zeros(1), 0, dist.isend
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal sent
         sent += 1
         return isend(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", counted)
-        if rank == missing:
-            time.sleep(2)
-        works = [
+    def begin(count: int) -> list[Work]:
+        return [
             work
-            for _ in range(2)
+            for _ in range(count)
             for work in getattr(transport, direction)(
                 [Piece(owner, torch.ones(100)) for owner in range(world)]
             )
         ]
-        time.sleep(1)
-        ahead = sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        if rank == 1:
+            works = begin(2)
+            dist.send(flag, 0)  # only now: so rank 1 has both operations when the first chunk comes
+            deadline = time.monotonic() + 10
+            while sent < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            ahead = sent
+            dist.send(flag, 2)
+        elif rank == 0:
+            dist.recv(flag, 1)
+            works = begin(2)
+            dist.recv(flag, 2)
+            ahead = sent
+            dist.send(flag, 2)
+        else:
+            dist.recv(flag, 1)
+            dist.send(flag, 0)
+            dist.recv(flag, 0)
+            ahead = sent
+            works = begin(2)
         for work in works:
             work.wait()
-        assert sent == 2 * (world - 1)
+    assert sent == 2 * (world - 1)
     transport.close()
     return ahead
 
@@ -156,9 +186,9 @@ def sent_ahead(direction: str, missing: int) -> int:
 @pytest.mark.parametrize("direction", ["unshard", "reduce"])
 def test_ring_begins_the_next_operation_once_it_has_sent_all_of_the_last(direction: str) -> None:
     """Each rank waits for what it must pass on, but not for what ends with it."""
-    ahead = run_distributed(sent_ahead, 3, direction, 2)
+    ahead = run_distributed(sent_ahead, 3, direction)
     # rank 0 lacks rank 2's chunk, which it must pass on; rank 1 has passed on rank 0's, and sent its next
-    assert ahead[:2] == [1, 3]
+    assert ahead == [1, 3, 0]
 
 
 def reduce_irrational(name: str) -> torch.Tensor:

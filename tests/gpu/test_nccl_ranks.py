@@ -43,7 +43,7 @@ def run_nccl(fn, world_size, *args):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", ["grouped", "star"])
 def test_moves_every_piece(name: str, sizes: str, dtype: torch.dtype) -> None:
-    run_nccl(move, 3, name, SIZES[sizes], dtype, "cuda")
+    run_nccl(move, 3, name, [SIZES[sizes]] * 3, dtype, "cuda")
 
 
 # --- losses ---------------------------------------------------------------------------------------
