@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 tools/transport_lab.py
 
 Every rank runs it. Transports take turns; medians of the slowest rank. `--check` fails where a time is more than 20%
-from its formula, or the ring's bytes are more than 5% above. Owns only that comparison.
+from its formula, or the ring's bytes are more than 5% above. `--overlap` computes meanwhile, for about as long, and
+says how much of the shorter of the two was hidden. Owns only these comparisons.
 Next: `matrixtitan/fsdp/transports.py`.
 """
 
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -117,6 +118,46 @@ def compare(
     return line + ("" if good else "  <"), good
 
 
+def compute(count: int) -> None:
+    matrix = torch.full((128, 128), 1e-3)
+    for _ in range(count):
+        matrix @ matrix
+
+
+def seconds_of(act: Callable[[], None]) -> float:
+    """The slowest rank's."""
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    return largest(time.perf_counter() - start)
+
+
+def hidden(transport: Mover, direction: Direction, shares: Sequence[int], rounds: int) -> float:
+    """How much of moving or computing, whichever is shorter, takes no time beside the other: 0 to 1, by medians."""
+
+    def moving(count: int) -> None:
+        pieces = [
+            Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+        ]
+        works = getattr(transport, direction)(pieces)
+        compute(count)
+        for work in works:
+            work.wait()
+
+    enough = seconds_of(lambda: moving(0)) / (seconds_of(lambda: compute(200)) / 200)
+    count = int(largest(enough))
+    samples = [
+        (
+            seconds_of(lambda: moving(0)),
+            seconds_of(lambda: compute(count)),
+            seconds_of(lambda: moving(count)),
+        )
+        for _ in range(rounds)
+    ]
+    alone, computing, both = (statistics.median(times) for times in zip(*samples, strict=True))
+    return (alone + computing - both) / min(alone, computing)
+
+
 def step_of_ring(
     ring: Mover, units: Sequence[Sequence[int]], rank: int, wire: WireCounter
 ) -> float:
@@ -144,6 +185,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--message-us", type=float, default=0.0, help="a message's latency, for predictions"
+    )
+    parser.add_argument(
+        "--overlap", action="store_true", help="also compute while it moves: three times as long"
     )
     parser.add_argument("--check", action="store_true", help="exit code 1 where a margin is passed")
     arguments = parser.parse_args(argv)
@@ -184,6 +228,9 @@ def main(argv: Sequence[str]) -> int:
                 arguments.message_us * 1e-6,
             )
             good = good and as_predicted
+            if arguments.overlap:
+                share = hidden(transports[name], direction, shares, arguments.rounds)
+                line += f"  {share:.0%} hidden"
             say(line)
     if counted:
         ratio = step_of_ring(transports["ring"], list(units.values()), world.rank, wire)

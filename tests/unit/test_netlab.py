@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from tools import netlab
 
+ROOT = Path(__file__).resolve().parents[2]
 NETLAB = Path(netlab.__file__)
 MESSAGE_BYTES = 400_000
 
@@ -141,6 +143,19 @@ def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(done.stdout.split("milliseconds")[1].split()[0]) < 8
+
+
+@needs_network
+def test_ring_sends_what_ranks_lack_and_little_more() -> None:
+    """By the interfaces' counters, headers included, with jumbo frames: a unit, and a step of all units."""
+    lab = str(ROOT / "tools" / "transport_lab.py")
+    done = run_netlab(
+        *("--nodes", "3", "--rate", "400mbit", "--mtu", "9000", "--"),
+        *(sys.executable, lab, "--rounds", "3", "--check"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"the worst rank are (\S+) of its due", done.stdout)
+    assert found and 1 <= float(found.group(1)) <= 1.05, done.stdout
 
 
 @needs_network
