@@ -74,7 +74,7 @@ def _shapes_together(
 
 def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[int]:
     """Unit by unit, large pieces first, each to the rank with a slot for it that holds least of the
-    unit and of the one before, which travels at the same time.
+    unit and of the one before: what a link carries of one follows the other's without a gap.
 
     Ties go to the rank with most slots left, so that the last units still have a choice, then to
     the lowest rank.

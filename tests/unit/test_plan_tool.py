@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,24 @@ def test_llama_8b_on_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -
     assert grouped["rank_bytes_at_most"] == pytest.approx(expected, rel=0.02)
     assert grouped["seconds"] == pytest.approx(grouped["link_bytes_at_most"] / 25e9)
     assert star["seconds"] > 10 * grouped["seconds"]
+
+
+def test_processes_with_other_hash_seeds_make_the_same_plan() -> None:
+    """Each rank plans for itself, so nothing may follow from the order of a set."""
+    command = [sys.executable, "tools/plan.py", "--config", "debug", "--world-size", "5", "--json"]
+    digests = {
+        json.loads(
+            subprocess.run(
+                command,
+                cwd=Path(__file__).resolve().parents[2],
+                env={**os.environ, "PYTHONHASHSEED": seed},
+                capture_output=True,
+                check=True,
+            ).stdout
+        )["digest"]
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1
 
 
 def test_memory_of_32b_on_64_ranks_in_bfloat16(
