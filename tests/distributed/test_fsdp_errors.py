@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from matrixtitan.fsdp import fully_shard
@@ -32,6 +33,23 @@ def shared_by_two_units() -> None:
 def different_models() -> None:
     model = make_toy(dim=8 + 4 * dist.get_rank())
     fully_shard(model, units=toy_units())
+
+
+def replicas() -> DeviceMesh:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def different_model_on_one_rank() -> None:
+    """With replicas: not only in its own shard group."""
+    model = make_toy(dim=12 if dist.get_rank() == 3 else 8)
+    fully_shard(model, units=toy_units(), mesh=replicas())
+
+
+def mistake_on_one_rank() -> None:
+    plan = None
+    if dist.get_rank() == 2:
+        plan = make_plan([ParamSpec("weight", (4, 4), "matrix", "w", 4)], 2)
+    fully_shard(make_toy(), units=toy_units(), mesh=replicas(), plan=plan)
 
 
 def mixed_dtypes() -> None:
@@ -130,6 +148,18 @@ def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: b
             assert (
                 isinstance(answer, str) and "failed: another rank died, or timed out" in answer
             ), answer
+
+
+def test_a_plan_that_differs_on_one_rank_is_an_error_on_all_replicas() -> None:
+    for answer in run_distributed(different_model_on_one_rank, 4, timeout=20, expect_failure=True):
+        assert "plans differ between ranks: [3] disagree with rank 0" in str(answer), answer
+
+
+def test_a_mistake_of_one_rank_is_told_to_all() -> None:
+    answers = run_distributed(mistake_on_one_rank, 4, timeout=20, expect_failure=True)
+    assert "the plan does not fit the model" in str(answers[2]), answers[2]
+    for rank in (0, 1, 3):
+        assert "ranks [2] found a mistake in their model, units or plan" in str(answers[rank])
 
 
 def die_in_backward() -> None:
