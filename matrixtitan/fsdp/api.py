@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import Literal
 
@@ -136,6 +137,7 @@ def fully_shard(
     transport: str = "auto",
     prefetch: int = 1,
     gradient_reduction: Literal["mean", "sum"] = "mean",
+    timeout: timedelta | None = None,
 ) -> MatrixFSDP:
     """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
@@ -149,6 +151,7 @@ def fully_shard(
     reshard_after_forward: "default" keeps the last unit between forward and backward, "never" all.
     prefetch: how many units to gather ahead.
     gradient_reduction: over all ranks of the mesh.
+    timeout: of the groups that it makes; None: PyTorch's default.
 
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its rows of the values
     that it has, which must be the same on all ranks.
@@ -174,7 +177,9 @@ def fully_shard(
                 _compare_plans(None, mesh, device)
         raise
 
-    communication, shard_group = _communication(mesh, plan, device, transport, gradient_reduction)
+    communication, shard_group = _communication(
+        mesh, plan, device, transport, gradient_reduction, timeout
+    )
     built: list[Unit] = []
     for name, modules in modules_of.items():
         params = [
@@ -356,6 +361,7 @@ def _communication(
     device: torch.device,
     transport: str,
     gradient_reduction: str,
+    timeout: timedelta | None,
 ) -> tuple[Communication, dist.ProcessGroup | None]:
     """Make the process groups; one for each kind of traffic, since both may be in flight between two ranks."""
     rank, shard_group, replicas = 0, None, None
@@ -370,7 +376,7 @@ def _communication(
         if mesh.ndim == 2 and mesh.size(0) > 1:
             replicas = mesh.get_group(0)
         if plan.world_size > 1:
-            transports = [make_transport(transport, shard_group, device) for _ in range(2)]
+            transports = [make_transport(transport, shard_group, device, timeout) for _ in range(2)]
     return (
         Communication(
             rank=rank,
@@ -388,15 +394,21 @@ def _communication(
     )
 
 
-def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it."""
+def make_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+) -> Transport:
+    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it.
+
+    `timeout` is its own group's; None: PyTorch's default.
+    """
     ranks, backend = dist.get_process_group_ranks(group), _backend(group, device)
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
         counts = _gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
     chosen = _transport_class(name, len(ranks), per_host, backend)
-    return chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    own = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return chosen(own)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -179,3 +183,43 @@ def test_a_dead_rank_is_named_by_what_waited_for_it() -> None:
         assert "gradients of norm+head failed: another rank died" in answers[rank] or (
             "gathering blocks.2 failed: another rank died" in answers[rank]
         ), answers[rank]
+
+
+TIMEOUT = 3
+"""Seconds. Ranks that wait for a frozen one raise after them, and not much later."""
+
+
+def freeze_in_backward(transport: str) -> str:
+    """Rank 1 stops, alive, with all its connections; what the others raise, and that they then end."""
+    model = make_toy()
+    sharded = fully_shard(
+        model, units=toy_units(), transport=transport, timeout=timedelta(seconds=TIMEOUT)
+    )
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    loss = model(tokens, labels)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        sharded.close()
+        raise RuntimeError(f"ended after {time.monotonic() - start} s") from error
+    raise AssertionError("backward went on without rank 1")
+
+
+@pytest.mark.parametrize("transport", ["grouped", "ring", "star"])
+def test_a_frozen_rank_is_named_by_what_waited_for_it_in_time(transport: str) -> None:
+    answers = run_distributed(
+        freeze_in_backward, 3, transport, timeout=20, expect_failure=True, frozen=[1]
+    )
+    assert answers[1] == "frozen"
+    for rank in (0, 2):
+        assert re.search(
+            r"(gathering|reducing the gradients of) \S+ failed: another rank died, or timed out",
+            answers[rank],
+        ), answers[rank]
+        ended = re.search(r"ended after (\S+) s", answers[rank])
+        assert ended is not None, answers[rank]
+        assert float(ended[1]) < 2 * TIMEOUT, answers[rank]
