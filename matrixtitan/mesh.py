@@ -78,7 +78,12 @@ def init_world(config: Config) -> World:
             config.parallelism, size
         )  # degrees that do not fit stop here, before anything connects
         _init_group(config, device)
-    mesh = build_mesh(config.parallelism, dist.get_world_size(), device.type)
+    mesh = build_mesh(
+        config.parallelism,
+        dist.get_world_size(),
+        device.type,
+        timedelta(seconds=config.comm.init_timeout_seconds),
+    )
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, mesh, owns_group)
 
 
@@ -114,10 +119,34 @@ def _init_group(config: Config, device: torch.device) -> None:
         )
 
 
-def build_mesh(parallelism: ParallelismConfig, world_size: int, device_type: str) -> DeviceMesh:
-    """The mesh with axes dp_replicate and dp_shard, both always there; shards are neighbouring ranks."""
+def build_mesh(
+    parallelism: ParallelismConfig, world_size: int, device_type: str, timeout: timedelta
+) -> DeviceMesh:
+    """The mesh with axes dp_replicate and dp_shard, both always there; shards are neighbouring ranks.
+
+    `timeout` is for the groups that it makes; an axis of all ranks uses the world's.
+    """
     shape = mesh_shape(parallelism, world_size)
-    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    ranks = torch.arange(world_size, device="cpu").view(shape)
+    replica, shard = divmod(dist.get_rank(), shape.shards)
+    # not init_device_mesh, whose groups have PyTorch's default timeout: half an hour on gloo
+    groups = [
+        _axis_group(members.tolist(), world_size, timeout)
+        for members in (ranks[:, shard], ranks[replica])
+    ]
+    return DeviceMesh.from_group(
+        groups, device_type, mesh=ranks, mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+
+
+def _axis_group(ranks: list[int], world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group along an axis; all ranks make theirs at once, so that each needs to make one only."""
+    if len(ranks) == world_size:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:

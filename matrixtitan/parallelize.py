@@ -7,6 +7,7 @@ all of them train with the same optimizers. Allocates nothing. Next file: `strat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,7 @@ def _matrix_fsdp(
         transport=parallelism.transport,
         prefetch=parallelism.prefetch,
         gradient_reduction="sum",
+        timeout=_init_timeout(config),
     )
     strategy = MatrixFSDPStrategy(
         runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch
@@ -143,6 +145,7 @@ def _fsdp2(
         transports=parallelism.fsdp2_transports,
         matrix_exchange=config.optimizer.matrix_exchange,
         prefetch=parallelism.prefetch,
+        timeout=_init_timeout(config),
     )
     return Parallelized(strategy, None, strategy.close)
 
@@ -169,6 +172,10 @@ def _replica(
         param_dtype=dtype_of(config.training.mixed_precision_param),
         reduce_dtype=dtype_of(config.training.mixed_precision_reduce),
     )
+
+
+def _init_timeout(config: Config) -> timedelta:
+    return timedelta(seconds=config.comm.init_timeout_seconds)
 
 
 def _nothing_to_close() -> None:

@@ -266,7 +266,9 @@ class Trainer:
         kept = sum(tensor.nbytes for tensor in params), sum(tensor.nbytes for tensor in state)
         planned = ""
         if self.plan is not None:
-            resident = rank_bytes(self.plan, plan_settings(self.config))[self.world.rank]
+            resident = rank_bytes(self.plan, plan_settings(self.config))[
+                self.world.mesh["dp_shard"].get_local_rank()
+            ]
             planned = f"; planned in all: {resident.total:,} bytes"
         logger.info(
             "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; %s",

@@ -106,7 +106,9 @@ class Checkpointer:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # One group for what is saved or loaded, one for what is asked while a save is under way.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._control = dist.new_group(backend="gloo")
+        self._control = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=run.comm.init_timeout_seconds)
+        )
         self.patient_groups.append(self._group)
         self._open_folder()
         self._preemption = Preemption()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -19,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.param import ShardedParam, Slot
 from matrixtitan.fsdp.ring import Ring
-from matrixtitan.fsdp.streams import Channel
+from matrixtitan.fsdp.streams import Channel, failure
 from matrixtitan.fsdp.transports import (
     DryRun,
     Grouped,
@@ -32,7 +35,7 @@ from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
-from matrixtitan.plan.shard import Plan
+from matrixtitan.plan.shard import ParamSpec, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ def fully_shard(
     transport: str = "auto",
     prefetch: int = 1,
     gradient_reduction: Literal["mean", "sum"] = "mean",
+    timeout: timedelta | None = None,
 ) -> MatrixFSDP:
     """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
@@ -147,35 +151,35 @@ def fully_shard(
     reshard_after_forward: "default" keeps the last unit between forward and backward, "never" all.
     prefetch: how many units to gather ahead.
     gradient_reduction: over all ranks of the mesh.
+    timeout: of the groups that it makes; None: PyTorch's default.
 
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its rows of the values
     that it has, which must be the same on all ranks.
 
     Raises ValueError for a unit name that does not exist, a parameter in two units, mixed dtypes in a unit, or a plan
-    that does not fit the model; RuntimeError where plans differ between ranks.
+    that does not fit the model; RuntimeError where plans differ between ranks, or where another rank found a mistake
+    that this one does not have.
     """
     mesh = _mesh_or_default(mesh)
     shard_ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
-    modules_of, slots_of, unit_of = _assign_units(model, units)
     named = dict(_named_parameters(model))
-    if plan is None:
-        embeddings = [
-            f"{name}.weight".lstrip(".")
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding)
-        ]
-        specs = param_specs(
-            [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in named.items()],
-            unit_of,
-            tail_patterns=tail_patterns,
-            embedding_fqns=[fqn for fqn in embeddings if fqn in named],
-        )
-        plan = make_plan(specs, shard_ranks, plan_settings or PlanSettings())
-    _check_plan(plan, named, unit_of, shard_ranks)
-    _check_units(named, unit_of)
-
     device = device or _device_of(named.values(), mesh)
-    communication, shard_group = _communication(mesh, plan, device, transport, gradient_reduction)
+    try:
+        modules_of, slots_of, unit_of = _assign_units(model, units)
+        if plan is None:
+            specs = _specs(model, named, unit_of, tail_patterns)
+            plan = make_plan(specs, shard_ranks, plan_settings or PlanSettings())
+        _check_plan(plan, named, unit_of, shard_ranks)
+        _check_units(named, unit_of)
+    except Exception:
+        if mesh is not None:
+            with suppress(RuntimeError):  # this rank's own error says more
+                _compare_plans(None, mesh, device)
+        raise
+
+    communication, shard_group = _communication(
+        mesh, plan, device, transport, gradient_reduction, timeout
+    )
     built: list[Unit] = []
     for name, modules in modules_of.items():
         params = [
@@ -279,6 +283,25 @@ def _assign_units(
     return modules_of, slots_of, unit_of
 
 
+def _specs(
+    model: nn.Module,
+    named: dict[str, nn.Parameter],
+    unit_of: dict[str, str],
+    tail_patterns: Sequence[str],
+) -> list[ParamSpec]:
+    embeddings = [
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    return param_specs(
+        [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in named.items()],
+        unit_of,
+        tail_patterns=tail_patterns,
+        embedding_fqns=[fqn for fqn in embeddings if fqn in named],
+    )
+
+
 def _check_plan(
     plan: Plan, named: dict[str, nn.Parameter], unit_of: dict[str, str], shard_ranks: int
 ) -> None:
@@ -338,24 +361,22 @@ def _communication(
     device: torch.device,
     transport: str,
     gradient_reduction: str,
+    timeout: timedelta | None,
 ) -> tuple[Communication, dist.ProcessGroup | None]:
     """Make the process groups; one for each kind of traffic, since both may be in flight between two ranks."""
     rank, shard_group, replicas = 0, None, None
     transports: list[Transport | None] = [None, None]
     divisor = 1
     if mesh is not None:
-        shard_axis = mesh.ndim - 1
-        shard_group = mesh.get_group(shard_axis)
+        _compare_plans(plan, mesh, device)
+        shard_group = mesh.get_group(mesh.ndim - 1)
         rank = dist.get_rank(shard_group)
         if gradient_reduction == "mean":
             divisor = mesh.size()
         if mesh.ndim == 2 and mesh.size(0) > 1:
             replicas = mesh.get_group(0)
-        _compare_plans(plan, shard_group, device)
-        if replicas is not None:
-            _compare_plans(plan, replicas, device)
         if plan.world_size > 1:
-            transports = [make_transport(transport, shard_group, device) for _ in range(2)]
+            transports = [make_transport(transport, shard_group, device, timeout) for _ in range(2)]
     return (
         Communication(
             rank=rank,
@@ -373,14 +394,21 @@ def _communication(
     )
 
 
-def make_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it."""
+def make_transport(
+    name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+) -> Transport:
+    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it.
+
+    `timeout` is its own group's; None: PyTorch's default.
+    """
     ranks, backend = dist.get_process_group_ranks(group), _backend(group, device)
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
-        per_host = min(count for (count,) in _gather_integers([per_host], group, device))
+        counts = _gather_integers([per_host], group, device, "choosing a transport")
+        per_host = min(count for (count,) in counts)
     chosen = _transport_class(name, len(ranks), per_host, backend)
-    return chosen(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    own = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return chosen(own)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -411,24 +439,49 @@ def _transport_class(name: str, world_size: int, per_host: int, backend: str) ->
 
 
 def _gather_integers(
-    values: list[int], group: dist.ProcessGroup, device: torch.device
+    values: list[int], group: dist.ProcessGroup, device: torch.device, what: str
 ) -> list[list[int]]:
-    """Every rank's `values`, in group rank order."""
+    """Every rank's `values`, in group rank order; `what` they are for is named in errors."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
+    try:
+        dist.all_gather(gathered, mine, group=group)
+    except RuntimeError as error:
+        raise failure(what, error) from error
     return [tensor.tolist() for tensor in gathered]
 
 
-def _compare_plans(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare the plan's hash over `group` before anything else communicates: an error on all ranks, not a hang."""
-    words = [int(plan.digest[i : i + 8], 16) for i in range(0, 64, 8)]
-    gathered = _gather_integers(words, group, device)
-    different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
+def _compare_plans(plan: Plan | None, mesh: DeviceMesh, device: torch.device) -> None:
+    """Before anything else communicates: RuntimeError on all ranks of the mesh unless all have the same plan.
+
+    None: this rank found a mistake, and raises that itself when the others know.
+    """
+    digest = plan.digest if plan is not None else "0" * 64
+    words = [dist.get_rank(), *(int(digest[i : i + 8], 16) for i in range(0, 64, 8))]
+    size = len(words)
+    # shard groups first, then what each found over replicas: no rank raises before all know all
+    for axis in reversed(range(mesh.ndim)):
+        if mesh.size(axis) == 1:
+            continue
+        gathered = _gather_integers(
+            words, mesh.get_group(axis), device, "comparing the sharding plans of all ranks"
+        )
+        words = list(chain.from_iterable(gathered))
+    found = {words[i]: words[i + 1 : i + size] for i in range(0, len(words), size)}
+    if plan is None:
+        return
+    mistaken = [rank for rank, other in found.items() if not any(other)]
+    if mistaken:
+        raise RuntimeError(
+            f"ranks {mistaken} found a mistake in their model, units or plan, which their own errors name; this rank "
+            "has none. Build the same model with the same settings on every rank"
+        )
+    first = min(found)
+    different = [rank for rank, other in found.items() if other != found[first]]
     if different:
         raise RuntimeError(
-            f"the sharding plans differ between ranks: {different} disagree with rank 0 of their group (this rank's "
-            f"digest is {plan.digest[:16]}). Build the same model with the same settings on every rank"
+            f"the sharding plans differ between ranks: {different} disagree with rank {first} (this rank's digest is "
+            f"{digest[:16]}). Build the same model with the same settings on every rank"
         )
 
 
@@ -438,7 +491,13 @@ def _order_check(
     def check(index: int) -> None:
         if group is None or communication.world_size == 1:
             return
-        indices = [values[0] for values in _gather_integers([index], group, communication.device)]
+        gathered = _gather_integers(
+            [index],
+            group,
+            communication.device,
+            f"agreeing that {names[index]} is gathered next",
+        )
+        indices = [values[0] for values in gathered]
         if any(other != index for other in indices):
             listing = ", ".join(
                 f"rank {rank}: {names[other]}" for rank, other in enumerate(indices)

@@ -12,6 +12,7 @@ whose deferred frees make peak memory depend on timing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -25,12 +26,24 @@ class Work(Protocol):
 
 
 class Pending:
-    """Communication in flight. `wait` makes the compute stream (CUDA) or this thread (CPU) wait for it, once."""
+    """Communication in flight. `wait` makes the compute stream (CUDA) or this thread (CPU) wait for it, once.
 
-    def __init__(self, works: Sequence[Work], event: torch.cuda.Event | None, what: str) -> None:
-        self._works = works
+    Once a part of it failed, `wait` raises at every call: what the buffers hold is not what was sent, and other parts
+    may still be written into them, so they must not be freed for another use. Those are not waited for, since each
+    may time out for itself.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        event: torch.cuda.Event | None,
+        what: str,
+        error: RuntimeError | None = None,
+    ) -> None:
+        self._works = deque(works)
         self._event = event
         self._what = what
+        self._error = error
 
     def wait(self) -> None:
         if self._event is not None:
@@ -38,14 +51,19 @@ class Pending:
                 self._event
             )  # what comes next reads the received data
             self._event = None
-        works, self._works = self._works, ()
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self._what} failed: another rank died, or timed out: {error}"
-                ) from error
+        try:
+            while self._error is None and self._works:
+                self._works[0].wait()
+                self._works.popleft()  # once is all that gloo's can be waited for
+        except RuntimeError as error:
+            self._error = error
+        if self._error is not None:
+            raise failure(self._what, self._error) from self._error
+
+
+def failure(what: str, error: RuntimeError) -> RuntimeError:
+    """What to raise where a communication ended with `error`, whose own text says nothing of its purpose."""
+    return RuntimeError(f"{what} failed: another rank died, or timed out: {error}")
 
 
 class Channel:
@@ -57,7 +75,10 @@ class Channel:
     def submit(self, issue: Callable[[], Sequence[Work]], what: str) -> Pending:
         """Run `issue` after all that the compute stream has been given so far; `what` names it in errors."""
         if self._stream is None:
-            return Pending(issue(), None, what)
+            try:
+                return Pending(issue(), None, what)
+            except RuntimeError as error:  # gloo's, on connections that an earlier failure closed
+                return Pending((), None, what, error)
         self._stream.wait_stream(
             torch.cuda.current_stream()
         )  # buffers exist, owners' rows are written

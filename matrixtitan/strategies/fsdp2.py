@@ -7,6 +7,7 @@ exchange. AdamW's tail is stepped on DTensors, which is local. Next: `matrix_exc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -45,7 +46,8 @@ class FSDP2(DataParallel):
     "default" keeps the last unit gathered between forward and backward, as ours does. `transports` "tuned" replaces
     gloo's collectives in forward and backward, "stock" leaves them, "auto" tunes on gloo only. `prefetch` is how
     many units are gathered ahead in forward. With `reduce_each_microbatch` every backward reduces, so that full
-    gradients of one unit only are alive. ValueError for anything unknown.
+    gradients of one unit only are alive. `timeout` is of the groups that it makes; None: PyTorch's default. ValueError
+    for anything unknown.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FSDP2(DataParallel):
         transports: Transports = "auto",
         matrix_exchange: Exchange = "all_to_all",
         prefetch: int = 1,
+        timeout: timedelta | None = None,
     ) -> None:
         _check_choice(
             "parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward
@@ -91,7 +94,9 @@ class FSDP2(DataParallel):
         self._gather = self._scatter = None
         self._transports: list[Transport] = []
         if self.tuned:
-            self._transports = [make_transport("auto", self.shard_group, device) for _ in range(2)]
+            self._transports = [
+                make_transport("auto", self.shard_group, device, timeout) for _ in range(2)
+            ]
             self._gather = TransportAllGather(self._transports[0])
             self._scatter = TransportReduceScatter(self._transports[1])
         self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from matrixtitan.fsdp import fully_shard
@@ -32,6 +37,23 @@ def shared_by_two_units() -> None:
 def different_models() -> None:
     model = make_toy(dim=8 + 4 * dist.get_rank())
     fully_shard(model, units=toy_units())
+
+
+def replicas() -> DeviceMesh:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def different_model_on_one_rank() -> None:
+    """With replicas: not only in its own shard group."""
+    model = make_toy(dim=12 if dist.get_rank() == 3 else 8)
+    fully_shard(model, units=toy_units(), mesh=replicas())
+
+
+def mistake_on_one_rank() -> None:
+    plan = None
+    if dist.get_rank() == 2:
+        plan = make_plan([ParamSpec("weight", (4, 4), "matrix", "w", 4)], 2)
+    fully_shard(make_toy(), units=toy_units(), mesh=replicas(), plan=plan)
 
 
 def mixed_dtypes() -> None:
@@ -132,6 +154,18 @@ def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: b
             ), answer
 
 
+def test_a_plan_that_differs_on_one_rank_is_an_error_on_all_replicas() -> None:
+    for answer in run_distributed(different_model_on_one_rank, 4, timeout=20, expect_failure=True):
+        assert "plans differ between ranks: [3] disagree with rank 0" in str(answer), answer
+
+
+def test_a_mistake_of_one_rank_is_told_to_all() -> None:
+    answers = run_distributed(mistake_on_one_rank, 4, timeout=20, expect_failure=True)
+    assert "the plan does not fit the model" in str(answers[2]), answers[2]
+    for rank in (0, 1, 3):
+        assert "ranks [2] found a mistake in their model, units or plan" in str(answers[rank])
+
+
 def die_in_backward() -> None:
     model = make_toy()
     fully_shard(model, units=toy_units())
@@ -149,3 +183,43 @@ def test_a_dead_rank_is_named_by_what_waited_for_it() -> None:
         assert "gradients of norm+head failed: another rank died" in answers[rank] or (
             "gathering blocks.2 failed: another rank died" in answers[rank]
         ), answers[rank]
+
+
+TIMEOUT = 3
+"""Seconds. Ranks that wait for a frozen one raise after them, and not much later."""
+
+
+def freeze_in_backward(transport: str) -> str:
+    """Rank 1 stops, alive, with all its connections; what the others raise, and that they then end."""
+    model = make_toy()
+    sharded = fully_shard(
+        model, units=toy_units(), transport=transport, timeout=timedelta(seconds=TIMEOUT)
+    )
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    loss = model(tokens, labels)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        sharded.close()
+        raise RuntimeError(f"ended after {time.monotonic() - start} s") from error
+    raise AssertionError("backward went on without rank 1")
+
+
+@pytest.mark.parametrize("transport", ["grouped", "ring", "star"])
+def test_a_frozen_rank_is_named_by_what_waited_for_it_in_time(transport: str) -> None:
+    answers = run_distributed(
+        freeze_in_backward, 3, transport, timeout=20, expect_failure=True, frozen=[1]
+    )
+    assert answers[1] == "frozen"
+    for rank in (0, 2):
+        assert re.search(
+            r"(gathering|reducing the gradients of) \S+ failed: another rank died, or timed out",
+            answers[rank],
+        ), answers[rank]
+        ended = re.search(r"ended after (\S+) s", answers[rank])
+        assert ended is not None, answers[rank]
+        assert float(ended[1]) < 2 * TIMEOUT, answers[rank]

@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -422,15 +424,16 @@ def kept_bytes(config: Config) -> tuple[int, int]:
         return sum(t.nbytes for t in params), sum(t.nbytes for t in state if t.ndim)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+@pytest.mark.parametrize(("optimizer", "ranks", "replicas"), [("muon", 3, 1), ("shampoo", 4, 2)])
 def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
-    corpus: Path, tmp_path: Path, optimizer: str
+    corpus: Path, tmp_path: Path, optimizer: str, ranks: int, replicas: int
 ) -> None:
     """One process each, against the plan to the byte and against a real run of all ranks."""
-    ranks = 3
     overrides = {
         "optimizer.name": optimizer,
         "parallelism.strategy": "matrix_fsdp",
+        "parallelism.data_parallel_replicate_degree": str(replicas),
+        "training.local_batch_size": "1",
         "training.steps": "2",
     }
     real = run_distributed(
@@ -460,3 +463,80 @@ def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
         weights, state, planned = (int(text.replace(",", "")) for text in report.groups())
         assert (weights, state) == real[rank]
         assert 2 * weights + state == planned
+
+
+def timeouts_from_the_start(*configs: Config) -> list[set[float]]:
+    """Seconds, of all groups that a trainer makes, before its first step."""
+    found = []
+    for config in configs:
+        before = set(dist.distributed_c10d._world.pg_map)
+        with Trainer(config) as trainer:
+            made = set(dist.distributed_c10d._world.pg_map) - before
+            found.append(
+                {
+                    group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                    for group in made.difference(trainer.checkpointer.patient_groups)
+                }
+            )
+    return found
+
+
+def test_groups_have_the_first_steps_timeout_from_the_start(corpus: Path, tmp_path: Path) -> None:
+    configs = [
+        config_for(
+            corpus,
+            tmp_path / strategy,
+            comm__init_timeout_seconds=23,
+            checkpoint__enable="true",
+            parallelism__strategy=strategy,
+            parallelism__data_parallel_replicate_degree=2,
+            training__local_batch_size=3,
+        )
+        for strategy in ("matrix_fsdp", "fsdp2")
+    ]
+    for found in run_distributed(timeouts_from_the_start, 4, *configs):
+        assert found == [{23.0}, {23.0}]
+
+
+def frozen_in_the_first_backward(config: Config, port: int, frozen: int) -> None:
+    """In a group of the trainer's own; how long the other ranks go on, with all that they close at the end."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    start = 0.0
+    try:
+        with Trainer(config) as trainer:
+
+            def freeze(module: torch.nn.Module, gradients: object) -> None:
+                nonlocal start
+                start = time.monotonic()
+                if trainer.world.rank == frozen:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+            trainer.model.head.register_full_backward_pre_hook(freeze)
+            trainer.train()
+    except RuntimeError as error:
+        raise RuntimeError(f"ended after {time.monotonic() - start} s") from error
+
+
+def test_a_frozen_rank_ends_the_others_in_the_first_step(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(
+        corpus, tmp_path, parallelism__strategy="matrix_fsdp", comm__init_timeout_seconds=4
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    answers = run_distributed(
+        frozen_in_the_first_backward,
+        3,
+        config,
+        port,
+        2,
+        expect_failure=True,
+        frozen=[2],
+        timeout=30,
+    )
+    for answer in answers[:2]:
+        assert "failed: another rank died, or timed out" in str(answer), answer
+        ended = re.search(r"ended after (\S+) s", answer)
+        assert ended is not None, answer
+        assert float(ended[1]) < 8, answer

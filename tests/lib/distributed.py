@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -76,6 +76,7 @@ def run_distributed(
     timeout: float = 60.0,
     expect_failure: bool = False,
     on_gpu: bool = False,
+    frozen: Sequence[int] = (),
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` gloo ranks; return the results in rank order.
 
@@ -84,7 +85,7 @@ def run_distributed(
     `fn` must be a module-level function and its arguments and result must pickle (return tensors detached, on the
     CPU; they are sent by value). `timeout` is in seconds, for the whole call. With `expect_failure` a rank's
     traceback (a string) stands in place of its result, and a test can look at every rank's message; otherwise any
-    failure raises RankFailure.
+    failure raises RankFailure. Ranks that are `frozen`, which stop themselves for ever, are not waited for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -107,7 +108,7 @@ def run_distributed(
             pending[parent] = rank
             processes.append(process)
         try:
-            while pending:
+            while not set(frozen).issuperset(pending.values()):
                 ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     for rank in pending.values():
@@ -124,6 +125,8 @@ def run_distributed(
                     (results if ok else failures)[rank] = value
                 if failures and not expect_failure:
                     break  # the others wait in a collective for a rank that is gone
+            for rank in set(frozen).intersection(pending.values()):
+                failures.setdefault(rank, "frozen")
         finally:
             for process in processes:
                 process.join(2 if not failures else 0.2)
