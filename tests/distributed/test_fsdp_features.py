@@ -7,6 +7,7 @@ that depends on the rank) it takes one share after the other, as DDP's ranks do.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from matrixtitan.activation_checkpoint import apply_activation_checkpointing
-from matrixtitan.config import ActivationCheckpointConfig
+from matrixtitan.config import ActivationCheckpointConfig, OptimizerConfig
 from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard
+from matrixtitan.optim.build import build_optimizers
+from matrixtitan.optim.muon import Muon
+from matrixtitan.parallelize import unit_of
+from matrixtitan.plan.planner import make_plan
+from matrixtitan.plan.roles import param_specs
+from matrixtitan.plan.shard import MatrixShard, Plan, Segment
 from models import build_model
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
@@ -91,16 +98,20 @@ def train_in_step(
     before: Callable[[int], None] = lambda index: None,
     passes: int = 2,
     lr: float = 0.5,
+    optimizers: tuple[Any, Any] | None = None,
 ) -> None:
-    """Both copies train with SGD: in each step their gradients agree, and their losses within 5e-5.
+    """Both copies train: in each step their gradients agree, and their losses within 5e-5.
 
     A step accumulates `passes` batches, the same ones in each step, with `before(index)` before each. `mine` runs on
-    this rank's share, and `whole` (None: the same) on the plain copy with all of the batch. SGD and not Adam, which
-    would forgive gradients of a wrong scale.
+    this rank's share, and `whole` (None: the same) on the plain copy with all of the batch. `optimizers` are those of
+    the two copies; None is SGD and not Adam, which would forgive gradients of a wrong scale.
     """
-    optimizers = [
-        torch.optim.SGD(copy.parameters(), lr=lr, momentum=0.9) for copy in (sharded.model, plain)
-    ]
+    if optimizers is None:
+        ours, theirs = (
+            torch.optim.SGD(copy.parameters(), lr=lr, momentum=0.9)
+            for copy in (sharded.model, plain)
+        )
+        optimizers = ours, theirs
     history = []
     for _ in range(STEPS):
         losses = torch.zeros(2)
@@ -554,3 +565,118 @@ def over_a_ring(feature: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_feature_over_a_ring(feature: Callable[[int], None]) -> None:
     run_distributed(over_a_ring, 2, feature, timeout=120)
+
+
+# --- parameters cut between ranks ------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """A projection into three heads and a stack of five experts, all of which see every token, by their gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(8, 12, bias=False)
+        self.up = nn.Parameter(torch.randn(5, 12, 6) * 0.3)
+        self.down = nn.Parameter(torch.randn(5, 6, 8) * 0.3)
+        self.gate = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.heads(x).unflatten(-1, (3, 4))
+        hidden = nn.functional.normalize(heads, dim=-1).flatten(-2)
+        experts = torch.tanh(torch.einsum("btc,ecf->btef", hidden, self.up))
+        out = torch.einsum("btef,efd->bted", experts, self.down)
+        return x + (self.gate(x).softmax(-1).unsqueeze(-1) * out).sum(-2)
+
+
+def make_mixture() -> Toy:
+    model = make_toy(depth=2)
+    model.blocks = nn.ModuleList([Mixture() for _ in range(2)])
+    return model
+
+
+def cut_evenly(shard: MatrixShard, world_size: int) -> MatrixShard:
+    """Between as many ranks as there are blocks, at their bounds."""
+    blocks = shard.shape[0] // shard.block_rows
+    parts = min(world_size, blocks)
+    bounds = [blocks * part // parts * shard.block_rows for part in range(parts + 1)]
+    segments = [Segment(rank, bounds[rank], bounds[rank + 1]) for rank in range(parts)]
+    return dataclasses.replace(shard, segments=tuple(segments))
+
+
+def heads_and_experts(replicas: int) -> None:
+    """Heads, experts and embeddings are cut between ranks, dense matrices are whole, and Muon steps each as one alone
+    does: a head's rows and an expert are matrices of their own."""
+    plain, model = make_mixture(), make_mixture()
+    units = toy_units(depth=2)
+    specs = param_specs(
+        [(fqn, tuple(param.shape), True) for fqn, param in model.named_parameters()],
+        lambda fqn: unit_of(units, fqn),
+        tail_patterns=("head.weight",),
+        per_head_patterns={"blocks.*.heads.weight": 4},
+        embedding_fqns=("embed.weight",),
+    )
+    shard_ranks = dist.get_world_size() // replicas
+    planned = make_plan(specs, shard_ranks)
+    plan = Plan(shard_ranks, tuple(cut_evenly(shard, shard_ranks) for shard in planned.shards))
+    cut = {shard.fqn for shard in plan.shards if not shard.is_whole and shard.role == "matrix"}
+    assert cut == {
+        f"blocks.{i}.{name}" for i in range(2) for name in ("heads.weight", "up", "down")
+    }
+    sharded = shard(model, replicas, units=units, plan=plan)
+    matrices, tails = [], []
+    for fqn, param in plain.named_parameters():
+        group = matrices if plan.by_fqn[fqn].role == "matrix" else tails
+        group.append((fqn, param))
+    config = OptimizerConfig(weight_decay=0.0, tail_weight_decay=0.0)
+    theirs = PlainMuon(matrices, tails, config)
+    ours = build_optimizers(sharded.local_parameters(), config)
+    train_in_step(sharded, plain, optimizers=(ours, theirs))
+
+
+class PlainMuon:
+    """Muon for whole matrices alone: heads and experts are parameters of their own, copied in and out."""
+
+    def __init__(
+        self,
+        matrices: list[tuple[str, nn.Parameter]],
+        tails: list[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+    ) -> None:
+        self.parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        for fqn, param in matrices:
+            rows = param.detach()
+            pieces = rows.split(4) if "heads" in fqn else rows if rows.ndim == 3 else [rows]
+            self.parts.append((param, [nn.Parameter(piece.clone()) for piece in pieces]))
+        everything = [piece for _, pieces in self.parts for piece in pieces]
+        self.muon = Muon(everything, lr=config.lr, momentum=config.momentum)
+        self.adamw = torch.optim.AdamW(
+            [param for _, param in tails],
+            lr=config.tail_lr,
+            betas=(config.tail_betas[0], config.tail_betas[1]),
+            weight_decay=0.0,
+        )
+
+    def step(self) -> None:
+        for param, pieces in self.parts:
+            assert param.grad is not None
+            for piece, grad in zip(
+                pieces, param.grad.view(len(pieces), *pieces[0].shape), strict=True
+            ):
+                piece.grad = grad.clone()
+        self.muon.step()
+        self.adamw.step()
+        with torch.no_grad():
+            for param, pieces in self.parts:
+                param.copy_(torch.stack(list(pieces)).view(param.shape))
+
+    def zero_grad(self) -> None:
+        for param, _ in self.parts:
+            param.grad = None
+        self.adamw.zero_grad()
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(3, 1), (4, 2)], ids=["1D", "HSDP"])
+def test_heads_and_experts_cut_between_ranks_train_as_whole_ones(
+    world_size: int, replicas: int
+) -> None:
+    run_distributed(heads_and_experts, world_size, replicas)
