@@ -95,7 +95,8 @@ Parameter = ParamSpec | MatrixShard
 
 
 class ResidentBytes(NamedTuple):
-    """Bytes that stay on a rank between steps."""
+    """Bytes that stay on a rank between steps, without what aligns parameters in their buffers: each
+    rank's rows of one are padded to 64 bytes (256 on a GPU)."""
 
     parameters: int
     gradients: int

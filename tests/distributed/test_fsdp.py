@@ -135,6 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
     "star": {"transport": "star"},
     "ring": {"transport": "ring"},
     "ring, deep": {"transport": "ring", "prefetch": 3},
+    "ring, never": {"transport": "ring", "reshard": "never"},
     "ring, always, tied": {"transport": "ring", "reshard": "always", "tied": True},
     "ring, accumulate unreduced": {"transport": "ring", "microbatches": 2, "reduce_each": False},
     "always": {"reshard": "always"},

@@ -64,7 +64,9 @@ def encoder_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, loss_of: Callable[[Any, Tensor], Tensor], share: slice) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9
+    )  # Adam would forgive a wrong scale
     losses = []
     tokens = torch.randint(0, 64, (12, 10), generator=torch.Generator().manual_seed(0))[share]
     for _ in range(STEPS):
@@ -76,11 +78,14 @@ def train(model: nn.Module, loss_of: Callable[[Any, Tensor], Tensor], share: sli
     return losses
 
 
-def compare(name: str) -> None:
+def compare(name: str, replicas: int) -> None:
     build, units, loss_of, tails = CASES[name]
     plain = train(build(), loss_of, slice(None))
     model = build()
-    fully_shard(model, units=units, tail_patterns=tails, gradient_reduction="mean")
+    mesh = dist.init_device_mesh(
+        "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    fully_shard(model, units=units, mesh=mesh, tail_patterns=tails, gradient_reduction="mean")
     rank, rows = dist.get_rank(), 12 // dist.get_world_size()
     mine = torch.tensor(train(model, loss_of, slice(rank * rows, (rank + 1) * rows)))
     dist.all_reduce(mine)
@@ -112,7 +117,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_trains_like_its_unsharded_copy(name: str, world_size: int) -> None:
-    run_distributed(compare, world_size, name, timeout=150)
+def test_trains_like_its_unsharded_copy(name: str, world_size: int, replicas: int) -> None:
+    run_distributed(compare, world_size, name, replicas, timeout=150)

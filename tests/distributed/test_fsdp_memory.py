@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from matrixtitan.fsdp import MatrixFSDP, fully_shard
+from matrixtitan.config import OptimizerConfig
+from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard, unit
+from matrixtitan.fsdp.buffers import align_up, element_alignment
 from matrixtitan.fsdp.hooks import MAX_REDUCTIONS_IN_FLIGHT
 from matrixtitan.fsdp.unit import Reduction, Unit
-from matrixtitan.plan.cost import rank_bytes
+from matrixtitan.optim.build import build_optimizers
+from matrixtitan.plan.cost import ResidentBytes, rank_bytes
 from matrixtitan.plan.planner import PlanSettings
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
@@ -20,13 +26,21 @@ DEPTH = 6
 
 
 def sharded_toy(
-    prefetch: int, reshard: str, transport: str = "auto"
+    prefetch: int,
+    reshard: str,
+    transport: str = "auto",
+    replicas: int = 1,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    **kwargs: int,
 ) -> tuple[nn.Module, MatrixFSDP]:
-    model = make_toy(depth=DEPTH)
+    model = make_toy(depth=DEPTH, **kwargs)
+    shard_ranks = dist.get_world_size() // replicas
     sharded = fully_shard(
         model,
         units=toy_units(depth=DEPTH),
+        mesh=dist.init_device_mesh("cpu", (replicas, shard_ranks), mesh_dim_names=("r", "s")),
         tail_patterns=("head.weight",),
+        mp_policy=mp_policy,
         prefetch=prefetch,
         transport=transport,
         reshard_after_forward=reshard,  # type: ignore[arg-type]
@@ -34,33 +48,81 @@ def sharded_toy(
     return model, sharded
 
 
-def storage_alive(prefetch: int, reshard: str, transport: str) -> None:
-    """At every block's forward and backward: gathered units at most 1 + prefetch, besides those kept by choice."""
-    model, sharded = sharded_toy(prefetch, reshard, transport)
-    gathered: list[int] = []
-    gradients: list[int] = []
+def my_batch() -> tuple[Tensor, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens, labels = batch(0)
+    return share(tokens, rank, world), share(labels, rank, world)
 
-    def look(*_: object) -> None:
-        kept = {
-            unit.name for unit in sharded.units if reshard == "never" or unit is sharded.units[-1]
-        }
-        gathered.append(
-            sum(1 for unit in sharded.units if unit.transient_nbytes and unit.name not in kept)
-        )
-        gradients.append(sum(r._pending is not None for r in sharded._schedule._reductions))
+
+class FullGradients:
+    """Storages with full gradients of each unit, from when its reduction begins. It holds none of them alive.
+
+    The gradients as autograd made them, and the messages that they travel in. What this rank owns whole becomes its
+    own gradient and is not counted.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.of_units: dict[str, list[StorageWeakRef]] = {}
+        self.most = 0
+        self._rank = rank
+        self._start_reduce = Unit.start_reduce
+
+    def __enter__(self) -> FullGradients:
+        def start_reduce(unit: Unit) -> Reduction:
+            made = [p.unsharded.grad for p in unit.params if p.unsharded.grad is not None]  # type: ignore[union-attr]
+            refs = [StorageWeakRef(grad.untyped_storage()) for grad in made]
+            del made
+            reduction = self._start_reduce(unit)
+            owned = set()
+            for piece in reduction._pieces:
+                ref = StorageWeakRef(piece.tensor.untyped_storage())
+                refs.append(ref)
+                whole = piece.tensor.nbytes == piece.tensor.untyped_storage().nbytes()
+                if piece.owner == self._rank and whole:
+                    owned.add(ref.cdata)
+            self.of_units[unit.name] = [ref for ref in refs if ref.cdata not in owned]
+            self.look()
+            return reduction
+
+        Unit.start_reduce = start_reduce  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Unit.start_reduce = self._start_reduce  # type: ignore[method-assign]
+
+    def look(self) -> int:
+        """Units with a full gradient alive."""
+        alive = sum(not all(ref.expired() for ref in refs) for refs in self.of_units.values())
+        self.most = max(self.most, alive)
+        return alive
+
+
+def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) -> None:
+    """At every block's forward and backward: gathered units at most 1 + prefetch, besides those kept by choice."""
+    unit.PACK_BELOW = pack_below
+    model, sharded = sharded_toy(prefetch, reshard, transport)
+    kept = {"always": [], "default": sharded.units[-1:], "never": sharded.units}[reshard]
+    gathered: dict[str, list[int]] = {"forward": [], "backward": []}
+    gradients = FullGradients(sharded.rank)
+
+    def look(direction: str) -> None:
+        units = [u for u in sharded.units if u.transient_nbytes and u not in kept]
+        gathered[direction].append(len(units))
+        gradients.look()
 
     for module in [block.up for block in model.blocks]:
-        module.register_forward_hook(look)
-        module.register_full_backward_hook(look)
-    tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
-    for _ in range(3):
-        model(tokens, labels).backward()
-    assert len(gathered) == 3 * 2 * DEPTH
-    if reshard == "never":
-        assert max(gathered) == 0  # all are kept
-    else:
-        assert max(gathered[2 * DEPTH :]) == 1 + prefetch, gathered
-    assert 1 <= max(gradients) <= MAX_REDUCTIONS_IN_FLIGHT, gradients
+        module.register_forward_hook(lambda *_: look("forward"))
+        module.register_full_backward_hook(lambda *_: look("backward"))
+    with gradients:
+        for _ in range(3):
+            model(*my_batch()).backward()
+            assert gradients.look() == 0  # none outlives backward
+    for direction, counts in gathered.items():
+        assert len(counts) == 3 * DEPTH
+        most = 0 if reshard == "never" else 1 + prefetch  # with "never" all are kept
+        assert max(counts[DEPTH:]) == most, (direction, counts)  # the first pass records the order
+    assert len(gradients.of_units) == DEPTH + 2
+    assert gradients.most == MAX_REDUCTIONS_IN_FLIGHT
     assert sharded.gathered_nbytes == 0
     sharded.close()
 
@@ -68,38 +130,94 @@ def storage_alive(prefetch: int, reshard: str, transport: str) -> None:
 @pytest.mark.parametrize("reshard", ["default", "always", "never"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_gathered_units_and_reductions_in_flight_are_bounded(prefetch: int, reshard: str) -> None:
-    run_distributed(storage_alive, 2, prefetch, reshard, "auto")
+    run_distributed(storage_alive, 2, prefetch, reshard, "auto", unit.PACK_BELOW)
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_a_ring_keeps_to_the_same_bounds(prefetch: int) -> None:
-    run_distributed(storage_alive, 2, prefetch, "default", "ring")
+    run_distributed(storage_alive, 2, prefetch, "default", "ring", unit.PACK_BELOW)
 
 
-def resident() -> tuple[list[int], int]:
-    model, sharded = sharded_toy(1, "default")
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
-    model(tokens, labels).backward()
-    optimizer.step()
-    tensors = [local.tensor for local in sharded.local_parameters()]
-    kept = [
-        t for p in tensors for t in (p, p.grad, *(s for s in optimizer.state[p].values() if s.ndim))
-    ]
-    planned = rank_bytes(sharded.plan, PlanSettings(matrix_optimizer="adamw"))
-    storages = {p.grad.untyped_storage()._cdata: p.grad.untyped_storage() for p in tensors}  # type: ignore[union-attr]
-    behind = sum(storage.nbytes() for storage in storages.values())
-    assert (
-        behind == planned[sharded.rank].gradients
-    )  # rows do not hold on to the gradient that they are of
-    return [rank.total for rank in planned], sum(t.numel() * t.element_size() for t in kept)  # type: ignore[union-attr]
+@pytest.mark.parametrize("transport", ["auto", "ring"])
+def test_gradients_that_travel_unpacked_are_bounded_alike(transport: str) -> None:
+    run_distributed(storage_alive, 3, 1, "default", transport, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_resident_bytes_are_the_plans_to_the_byte(world_size: int) -> None:
-    answers = run_distributed(resident, world_size)
-    for rank, (planned, held) in enumerate(answers):
-        assert held == planned[rank], (rank, held, planned)
+def accumulated() -> None:
+    """Without reducing, every full gradient stays, once and in reduce dtype; the next reduction frees them all."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, sharded = sharded_toy(1, "default", mp_policy=policy)
+    params = [param for unit in sharded.units for param in unit.params]
+    made: list[StorageWeakRef] = []
+
+    def remember(param: Tensor) -> None:
+        assert param.grad is not None and param.grad.dtype == torch.bfloat16
+        made.append(StorageWeakRef(param.grad.untyped_storage()))
+
+    for param in params:
+        param.unsharded.register_post_accumulate_grad_hook(remember)  # type: ignore[union-attr]
+    sharded.set_reduce_gradients(False)
+    for _ in range(2):
+        model(*my_batch()).backward()
+        kept = [param.unreduced_grad for param in params]
+        assert all(grad is not None and grad.dtype == torch.float32 for grad in kept)
+        assert storage_bytes(kept) == sum(4 * param.shard.numel for param in params)
+        assert all(ref.expired() for ref in made)
+        assert all(local.tensor.grad is None for local in sharded.local_parameters())
+    assert len(made) == 2 * len(params)
+    refs = [StorageWeakRef(grad.untyped_storage()) for grad in kept if grad is not None]
+    del kept
+    sharded.set_reduce_gradients(True)
+    with FullGradients(sharded.rank) as gradients:
+        model(*my_batch()).backward()
+        assert gradients.look() == 0
+    assert all(ref.expired() for ref in [*refs, *made])  # all are small here, and travel packed
+
+
+def test_accumulating_without_reducing_keeps_all_in_reduce_dtype() -> None:
+    run_distributed(accumulated, 2)
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Of all storage behind `tensors`, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def resident(name: str, dim: int, replicas: int) -> None:
+    """Storage held for good, behind what is seen of it: the plan's bytes, and padding in the owner buffers alone."""
+    model, sharded = sharded_toy(1, "default", replicas=replicas, dim=dim)
+    local = sharded.local_parameters()
+    optimizers = build_optimizers(local, OptimizerConfig(name=name))  # type: ignore[arg-type]
+    for _ in range(2):
+        optimizers.zero_grad()
+        model(*my_batch()).backward()
+        optimizers.step()
+    state = [state.tensor for state in optimizers.state_tensors() if state.tensor.ndim]
+    held = ResidentBytes(
+        storage_bytes(param.tensor for param in local),
+        storage_bytes(param.tensor.grad for param in local),
+        storage_bytes(state),
+    )
+    settings = PlanSettings(matrix_optimizer=name)  # type: ignore[arg-type]
+    planned = rank_bytes(sharded.plan, settings)[sharded.rank]
+    alignment = element_alignment(torch.device("cpu"), torch.float32)
+    padded = [align_up(param.tensor.numel(), alignment) for param in local]
+    padding = 4 * (sum(padded) - sum(param.tensor.numel() for param in local))
+    assert held == planned._replace(parameters=planned.parameters + padding)
+    assert (padding == 0) == (dim == 16)  # rows of 16 floats fill whole lines
+    assert sharded.gathered_nbytes == 0
+
+
+def resident_in_every_way(replicas: int) -> None:
+    for name in ("adamw", "muon"):
+        for dim in (8, 16):
+            resident(name, dim, replicas)
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (4, 1), (4, 2)])
+def test_resident_bytes_are_the_plans_to_the_byte(world_size: int, replicas: int) -> None:
+    run_distributed(resident_in_every_way, world_size, replicas)
 
 
 def owner_addresses() -> None:
@@ -118,7 +236,7 @@ def owner_addresses() -> None:
     }
     for module in names:
         module.register_forward_pre_hook(look)
-    tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
+    tokens, labels = my_batch()
     for _ in range(2):
         model(tokens, labels).backward()
     whole = [
@@ -134,10 +252,10 @@ def test_owner_buffers_are_pinned() -> None:
     run_distributed(owner_addresses, 2)
 
 
-def communication_of_a_step(prefetch: int) -> None:
-    model, _ = sharded_toy(prefetch, "default")
+def communication_of_a_step(prefetch: int, transport: str) -> None:
+    model, sharded = sharded_toy(prefetch, "default", transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens, labels = (share(t, dist.get_rank(), dist.get_world_size()) for t in batch(0))
+    tokens, labels = my_batch()
     model(tokens, labels).backward()  # records the order
     optimizer.zero_grad()
     events: list[str] = []
@@ -161,22 +279,22 @@ def communication_of_a_step(prefetch: int) -> None:
         optimizer.step()
     blocks = [f"blocks.{i}" for i in range(DEPTH)]
     forward = [f"gather {name}" for name in ["embed", *blocks, "norm+head"]]
-    if prefetch == 0:
-        backward = [x for name in reversed(blocks) for x in (f"gather {name}", f"reduce {name}")]
-        assert events == [*forward, "reduce norm+head", *backward, "reduce embed"], events
-    else:
-        # each block is gathered while its successor's backward still runs: before that one's reduction
-        assert events[: len(forward)] == forward
-        again = [event for event in events[len(forward) :] if event.startswith("gather")]
-        assert again == [f"gather {name}" for name in reversed(blocks)]  # not the embedding
-        order = [e for e in events if e.startswith("reduce")]
-        assert order == [f"reduce {name}" for name in ["norm+head", *reversed(blocks), "embed"]]
-        for earlier, later in zip(reversed(blocks), list(reversed(blocks))[1:], strict=False):
-            assert events.index(f"gather {later}", len(forward)) < events.index(
-                f"reduce {earlier}"
-            ), events
+    backward = list(reversed(blocks))
+    assert events[: len(forward)] == forward
+    events = events[len(forward) :]
+    gathers = [event for event in events if event.startswith("gather")]
+    reductions = [event for event in events if event.startswith("reduce")]
+    assert gathers == [f"gather {name}" for name in backward]  # not the embedding
+    assert reductions == [f"reduce {name}" for name in ["norm+head", *backward, "embed"]]
+    # a block's backward begins with the gathers of `prefetch` more, before its own reduction, and with no others
+    for i, name in enumerate(backward):
+        begun = events[: events.index(f"reduce {name}")].count
+        ahead = [begun(f"gather {other}") for other in backward[i:]]
+        assert ahead == [int(j <= prefetch) for j in range(len(ahead))], (name, events)
+    sharded.close()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_order_of_events_and_no_collective_in_the_optimizer(prefetch: int) -> None:
-    run_distributed(communication_of_a_step, 2, prefetch)
+@pytest.mark.parametrize("transport", ["auto", "ring"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_order_of_events_and_no_collective_in_the_optimizer(prefetch: int, transport: str) -> None:
+    run_distributed(communication_of_a_step, 2, prefetch, transport)

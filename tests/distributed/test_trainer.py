@@ -162,6 +162,34 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
         assert_same_numbers(found, reference)
 
 
+def train_compiled(*configs: Config) -> None:
+    torch._inductor.config.compile_threads = (
+        1  # a pool of compilers takes longer to start than to use
+    )
+    train(*configs)
+    assert torch._dynamo.utils.counters["inductor"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiled_blocks_train_as_eager_ones(
+    corpus: Path, tmp_path: Path, reference: Curves
+) -> None:
+    """By inductor, as the config enables it, alone and with selective checkpointing."""
+    folders = {mode: tmp_path / mode for mode in ("none", "selective")}
+    configs = [
+        config_for(
+            corpus,
+            folder,
+            **split("matrix_fsdp", 6, compile__enable="true", activation_checkpoint__mode=mode),
+        )
+        for mode, folder in folders.items()
+    ]
+    run_distributed(train_compiled, 2, *configs, timeout=170)
+    for folder in folders.values():
+        assert_same_numbers(curves(folder), reference)
+
+
 def test_curves_have_fixed_names_and_count_from_one(
     corpus: Path, tmp_path: Path, reference: Curves
 ) -> None:
