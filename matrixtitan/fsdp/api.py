@@ -156,6 +156,9 @@ def fully_shard(
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its rows of the values
     that it has, which must be the same on all ranks.
 
+    Make optimizers over `local_parameters()`, or over `model.parameters()` before a forward or after a backward. In
+    between `reshard()` comes first: a unit that is gathered has its unsharded parameters there, which nothing steps.
+
     Raises ValueError for a unit name that does not exist, a parameter in two units, mixed dtypes in a unit, or a plan
     that does not fit the model; RuntimeError where plans differ between ranks, or where another rank found a mistake
     that this one does not have.

@@ -273,7 +273,10 @@ def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
     mm, addmm = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
     gram = mm(x, x.mT)
-    update, result, spare = torch.empty_like(gram), torch.empty_like(x), torch.empty_like(x)
+    # contiguous, as new results are: some CPUs multiply transposed operands in another order
+    update, result, spare = (
+        torch.empty_like(y, memory_format=torch.contiguous_format) for y in (gram, x, x)
+    )
     for i, (a, b, c) in enumerate(coefficients):
         if i:
             mm(x, x.mT, out=gram)

@@ -36,8 +36,6 @@ TOKENS = ROWS * 5  # of a whole batch: losses and gradients are means over it
 STEPS = 3
 CLOSE = 5e-5
 """How near losses are to DDP's."""
-OPTIONS: dict[str, Any] = {}
-"""Of every model that this process shards."""
 
 
 def shard(
@@ -49,7 +47,7 @@ def shard(
     )
     kwargs.setdefault("tail_patterns", ("head.weight",))
     kwargs.setdefault("gradient_reduction", "sum")
-    return fully_shard(model, units=units or toy_units(), mesh=mesh, **{**OPTIONS, **kwargs})
+    return fully_shard(model, units=units or toy_units(), mesh=mesh, **kwargs)
 
 
 def shares(index: int) -> list[tuple[Tensor, Tensor]]:
@@ -555,16 +553,6 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_feature(feature: Callable[[int], None], replicas: int) -> None:
     run_distributed(feature, 2 * replicas, replicas, timeout=120)
-
-
-def over_a_ring(feature: Callable[[int], None]) -> None:
-    OPTIONS.update(transport="ring", prefetch=2)
-    feature(1)
-
-
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
-def test_feature_over_a_ring(feature: Callable[[int], None]) -> None:
-    run_distributed(over_a_ring, 2, feature, timeout=120)
 
 
 # --- parameters cut between ranks ------------------------------------------------------------------------------------
