@@ -289,9 +289,7 @@ class Schedule:
                 reduction.finish()
             self.reshard()
         finally:
-            self._reductions = []
-            self._begun = []
-            self._in_backward = False
+            self._forget_backward()
 
     def _close_calls(self) -> None:
         for call in self._begun:
@@ -306,6 +304,9 @@ class Schedule:
         for state in self.states:
             state.unit.drop_gradients()
             state.keeps_gradients = False
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         self._reductions = []
         self._begun = []
         self._in_backward = False
