@@ -191,6 +191,10 @@ class ParallelismConfig:
     transport: Literal["auto", "grouped", "ring", "star"] = key(
         "auto", "how a unit's weights travel from their owners"
     )
+    egress_cap: float = key(
+        0.0,
+        "most that a rank may hold of a unit, in mean shares, for star between machines; 0: no cap",
+    )
     prefetch: int = key(1, "units gathered ahead")
     reduce_each_microbatch: bool = key(
         True, "reduce gradients after each microbatch, or once a step (more memory)"
@@ -535,6 +539,10 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"parallelism.{name} is {degree}; matrixtitan has data parallelism only: set it to 1"
     if config.metrics.enable_wandb:
         yield "metrics.enable_wandb: Weights & Biases is not supported; metrics.enable_tensorboard is"
+    if parallelism.egress_cap and not parallelism.egress_cap >= 1:
+        yield (
+            f"parallelism.egress_cap is {parallelism.egress_cap}; write 0 for no cap, or 1 (an even share) or more"
+        )
     if parallelism.data_parallel_shard_degree != -1 and parallelism.data_parallel_shard_degree < 1:
         yield (
             f"parallelism.data_parallel_shard_degree is {parallelism.data_parallel_shard_degree}; it must be "

@@ -81,6 +81,7 @@ def plan_settings(config: Config) -> PlanSettings:
         precondition_frequency=optimizer.precondition_frequency,
         max_precond_dim=optimizer.max_precond_dim,
         shampoo_moments=int(optimizer.betas[0] > 0) + int(optimizer.graft == "adam"),
+        egress_cap=config.parallelism.egress_cap or None,
     )
 
 

@@ -124,6 +124,7 @@ MISTAKES = [
     ("", ("--parallelism.tensor_parallel_degree", "2"), "data parallelism only"),
     ("", ("--parallelism.pipeline_parallel_degree", "2"), "data parallelism only"),
     ("", ("--parallelism.context_parallel_degree", "2"), "data parallelism only"),
+    ("", ("--parallelism.egress_cap", "0.5"), r"egress_cap is 0\.5; write 0 for no cap"),
     ("", ("--metrics.enable_wandb", "true"), "Weights & Biases is not supported"),
     ("", ("--parallelism.strategy", "fsdp2", "--optimizer.name", "soap"), r"optimizer\.name soap"),
     (

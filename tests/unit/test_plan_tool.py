@@ -121,6 +121,16 @@ def test_rates_and_hosts_change_times_alone(
     assert one_host["transports"]["ring"]["seconds"] > 0
 
 
+def test_the_egress_cap_of_a_config_reaches_the_planner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ("--config", "debug", "--world-size", "3", "--parallelism.egress_cap")
+    assert main([*argv, "1.5", "--json"]) == 0
+    capsys.readouterr()
+    assert main([*argv, "1.0"]) != 0
+    assert "egress_cap 1.0 cannot be met: rank 0" in capsys.readouterr().err
+
+
 def test_printed_form(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", config, "--world-size", "64", "--replicas", "2"]) == 0
     printed = capsys.readouterr().out
