@@ -42,13 +42,17 @@ class World:
     def set_timeout(self, seconds: int, except_for: Sequence[dist.ProcessGroup] = ()) -> None:
         """How long any collective may take from now on, in every group but those named.
 
-        Private in PyTorch up to 2.15, which has no public way to change a timeout. Only used here.
+        Private in PyTorch: the list of all groups, and before 2.15 the call that changes one's timeout. Only used here.
         """
         if dist.get_backend() == "fake":  # a dry run waits for nobody
             return
+        if hasattr(dist, "set_timeout"):
+            set_timeout = dist.set_timeout
+        else:
+            set_timeout = dist.distributed_c10d._set_pg_timeout
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in except_for:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         if self.owns_group and dist.is_initialized():

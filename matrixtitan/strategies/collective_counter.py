@@ -8,11 +8,11 @@ under it.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -92,7 +92,7 @@ class CollectiveCounter:
     def __enter__(self) -> CollectiveCounter:
         if self._mode is not None:
             raise RuntimeError("this CollectiveCounter is already active")
-        for name in _ENTRY_POINTS:
+        for name in filter(partial(hasattr, dist), _ENTRY_POINTS):  # PyTorch 2.11 has not all
             self._originals[name] = getattr(dist, name)
             _replace(name, self._counted_on_any_thread(self._originals[name]))
         self._active.here = True
@@ -114,7 +114,7 @@ class CollectiveCounter:
             _replace(name, original)
 
     def _counted_on_any_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+        @wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._active, "here", False) or self._mode is None:
                 return original(*args, **kwargs)
