@@ -46,10 +46,11 @@ class World:
         """
         if dist.get_backend() == "fake":  # a dry run waits for nobody
             return
-        if hasattr(dist, "set_timeout"):
-            set_timeout = dist.set_timeout
-        else:
-            set_timeout = dist.distributed_c10d._set_pg_timeout
+        set_timeout = (
+            dist.set_timeout
+            if hasattr(dist, "set_timeout")
+            else dist.distributed_c10d._set_pg_timeout
+        )
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in except_for:
                 set_timeout(timedelta(seconds=seconds), group)

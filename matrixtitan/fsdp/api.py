@@ -117,7 +117,7 @@ class MatrixFSDP:
         return sum(unit.transient_nbytes for unit in self.units)
 
     def close(self) -> None:
-        """Stop the transports' threads."""
+        """Stop the transports' threads, without waiting for peers where a step was broken off."""
         for transport in (self._communication.unshard, self._communication.reduce):
             if transport is not None:
                 transport.close()

@@ -68,6 +68,7 @@ class Background:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._open: list[Task] = []  # submitted, and not yet seen to be done
 
     def submit(self, steps: Steps) -> Task:
         """RuntimeError where an earlier task failed."""
@@ -77,14 +78,18 @@ class Background:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         task = Task(steps)
+        self._open = [other for other in self._open if not other.done.is_set()]
+        self._open.append(task)
         self._tasks.put(task)
         return task
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """End the thread. Where something is still in flight an error or Ctrl-C broke a step off: ranks that all wait
+        for each other would never end, so the thread is left to it."""
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join()
+            if all(task.done.is_set() for task in self._open):
+                self._thread.join()
             self._thread = None
 
     def _loop(self) -> None:

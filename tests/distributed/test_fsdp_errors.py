@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from matrixtitan.fsdp import fully_shard
+from matrixtitan.fsdp.streams import Work
+from matrixtitan.fsdp.transports import Piece, Star
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
 from tests.lib.distributed import run_distributed
@@ -223,3 +225,43 @@ def test_a_frozen_rank_is_named_by_what_waited_for_it_in_time(transport: str) ->
         ended = re.search(r"ended after (\S+) s", answers[rank])
         assert ended is not None, answers[rank]
         assert float(ended[1]) < 2 * TIMEOUT, answers[rank]
+
+
+def interrupt_between_receives_and_sends() -> float:
+    """Ctrl-C on all ranks at once, each waiting for what the others have not sent. Seconds until all is torn down."""
+    model = make_toy()
+    sharded = fully_shard(model, units=toy_units(), transport="star")
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    loss = model(tokens, labels)
+    reducing = sharded._communication.reduce
+    assert isinstance(reducing, Star)
+
+    reduce = reducing.reduce
+
+    def interrupted(pieces: Sequence[Piece]) -> Sequence[Work]:
+        both_own = {piece.owner for piece in pieces} == {0, 1}
+        if both_own:
+            reducing._send = lambda sends: []  # type: ignore[method-assign]
+        works = reduce(pieces)
+        if both_own:
+            raise KeyboardInterrupt
+        return works
+
+    reducing.reduce = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    start = time.monotonic()
+    sharded.close()
+    dist.destroy_process_group()
+    raise RuntimeError(f"ended after {time.monotonic() - start} s")
+
+
+def test_interrupted_ranks_do_not_wait_for_each_other() -> None:
+    answers = run_distributed(
+        interrupt_between_receives_and_sends, 2, timeout=20, expect_failure=True
+    )
+    for answer in answers:
+        ended = re.search(r"ended after (\S+) s", answer)
+        assert ended is not None, answer
+        assert float(ended[1]) < 5, answer

@@ -70,6 +70,7 @@ class Runs:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
             name: value,
         }
         log = self.folder / f"log{len(self.logs)}"
@@ -97,10 +98,14 @@ class Runs:
             time.sleep(0.05)
 
     def finish(self, process: subprocess.Popen[bytes], timeout: float) -> int:
-        """The exit code; fails with the log where the process outlives `timeout` seconds."""
+        """The exit code; fails with the log, and every rank's stack, where the process outlives `timeout` seconds."""
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
+            for pid, environ in self.alive().items():
+                if "RANK" in environ:
+                    os.kill(pid, signal.SIGABRT)
+            self.none_left(within=5)
             pytest.fail(f"still running after {timeout} s:\n{self.log(process)}")
 
     def alive(self) -> dict[int, dict[str, str]]:

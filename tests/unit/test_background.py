@@ -66,12 +66,17 @@ def test_the_next_task_begins_where_one_says_so_and_goes_on_after_it() -> None:
     ]
 
 
-def test_close_finishes_what_was_submitted() -> None:
-    background, seen = Background("test"), []
-    for i in range(3):
-        background.submit(once(lambda i=i: seen.append(i)))  # type: ignore[misc]
-    background.close()
-    assert seen == [0, 1, 2]
+def test_close_ends_an_idle_thread_and_waits_for_no_other() -> None:
+    """What is in flight then waits for peers that an error or Ctrl-C may have stopped too."""
+    idle, busy, answered = Background("idle"), Background("busy"), threading.Event()
+    idle.submit(once(lambda: None)).wait()
+    task = busy.submit(once(answered.wait))
+    idle.close()
+    busy.close()
+    assert "idle" not in {thread.name for thread in threading.enumerate()}
+    assert not task.done.is_set()
+    answered.set()
+    task.wait()
 
 
 def overwrite(buffer: torch.Tensor, fail: bool) -> Steps:
