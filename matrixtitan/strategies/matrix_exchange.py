@@ -183,7 +183,7 @@ class GatherOnce(MuonExchange):
         if self._all_gather is not None:
             self._all_gather(gathered, mine, self.group).wait()
         else:
-            _all_gather(gathered.view(-1), mine, self.group)
+            _all_gather_stock(gathered.view(-1), mine, self.group)
         return gathered
 
     def _padded_numel(self, update: ShardedUpdate) -> int:
@@ -383,7 +383,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def _all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+def _all_gather_stock(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
     """Into one tensor; PyTorch renamed the call, and 2.11 has the old name only."""
     renamed = hasattr(dist, "all_gather_single")
     (dist.all_gather_single if renamed else dist.all_gather_into_tensor)(
