@@ -10,25 +10,26 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from torch import Tensor
 
 CHUNK_BYTES = 256 * 1024
-SMALLEST_CHUNK_BYTES = 16 * 1024
+SMALLEST_CHUNK_BYTES = 64 * 1024
 
 
 def chunk_bytes(total: int, world_size: int) -> int:
     """Chunk size for an operation that moves `total` bytes; the same on every rank.
 
     A chunk is forwarded, or added, while the next arrives: several to a rank's share keep all links busy, and large
-    ones cost fewer messages.
+    ones cost fewer messages (on 8 hosts a quarter of a unit's time at 200 Mbit/s, against 16 kB).
     """
     return min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total // (8 * world_size)))
 
 
 def chunks(tensor: Tensor, nbytes: int) -> Sequence[Tensor]:
-    """Views of a 1-D tensor, at most `nbytes` each."""
-    return tensor.split(max(1, nbytes // tensor.itemsize))
+    """Views of a 1-D tensor, about equal and at most `nbytes` each."""
+    return tensor.tensor_split(max(1, ceil(tensor.nbytes / nbytes)))
 
 
 Steps = Iterator[bool]

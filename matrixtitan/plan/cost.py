@@ -389,34 +389,54 @@ def transport_seconds(
     """Predicted time of one unshard or one reduction.
 
     Each host has one link to the network, each rank one to its neighbours in the host, by default
-    taken as free; the slower of the two counts. `message_seconds` is the latency of a message.
-    gloo runs `GLOO_WORKERS` of the collectives of `grouped` at a time, in the order issued, and
-    these start and end nearly together: their times add up, group by group.
+    taken as free; the slower of the two counts. `message_seconds` is the latency of a message, for
+    each of `transport_messages`. gloo runs `GLOO_WORKERS` of the collectives of `grouped` at a
+    time, in the order issued, and these start and end nearly together: their times add up, group by
+    group. Around the ring of its reductions two segments travel at a time, and so do those of
+    reductions beside each other: messages wait while bytes travel, and the longer counts. The
+    owner's gather comes last and waits for itself.
     """
     world_size = len(shares)
     if world_size == 1:
         return 0.0
-
-    def seconds(part: Sequence[int], messages: int) -> float:
-        moved = transport_bytes(
-            transport, part, ranks_per_host, direction=direction, backend=backend
-        )
-        slowest = max(moved.link / link_bytes_per_second, moved.rank / local_bytes_per_second)
-        return slowest + messages * message_seconds
-
+    in_groups = transport == "grouped" and backend == "gloo" and world_size > 2
     owners = [rank for rank, share in enumerate(shares) if share]
+    at_a_time = GLOO_WORKERS if in_groups else world_size
+    moving = 0.0
+    for first in range(0, len(owners), at_a_time):
+        running = owners[first : first + at_a_time]
+        moved = transport_bytes(
+            transport,
+            [share if rank in running else 0 for rank, share in enumerate(shares)],
+            ranks_per_host,
+            direction=direction,
+            backend=backend,
+        )
+        moving += max(moved.link / link_bytes_per_second, moved.rank / local_bytes_per_second)
+    messages = transport_messages(transport, shares, direction=direction, backend=backend)
+    waiting = messages * message_seconds
+    if in_groups and direction == "reduce":
+        around = waiting * (world_size - 1) / world_size
+        return max(moving, around) + waiting - around
+    return moving + waiting
+
+
+def transport_messages(
+    transport: Transport,
+    shares: Sequence[int],
+    *,
+    direction: Direction = "unshard",
+    backend: str = "nccl",
+) -> int:
+    """Messages of one unshard or one reduction that must follow each other."""
+    world_size, owners = len(shares), sum(share > 0 for share in shares)
     if transport != "grouped" or (backend == "gloo" and world_size == 2):
-        return seconds(shares, world_size - 1)
+        return world_size - 1
     if backend != "gloo":
-        return seconds(shares, len(owners))
-    # one after another: down the tree, or around the ring, where two segments travel at a time
-    messages = (world_size - 1).bit_length() if direction == "unshard" else world_size
-    total = 0.0
-    for first in range(0, len(owners), GLOO_WORKERS):
-        running = owners[first : first + GLOO_WORKERS]
-        part = [share if rank in running else 0 for rank, share in enumerate(shares)]
-        total += seconds(part, messages)
-    return total
+        return owners
+    # down the tree, or around the ring, where two segments travel at a time
+    each = (world_size - 1).bit_length() if direction == "unshard" else world_size
+    return ceil(owners / GLOO_WORKERS) * each
 
 
 def choose_transport(

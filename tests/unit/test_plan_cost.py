@@ -23,6 +23,7 @@ from matrixtitan.plan.cost import (
     state_elements,
     strategy_bytes,
     transport_bytes,
+    transport_messages,
     transport_seconds,
     unit_shares,
     unit_sizes,
@@ -181,8 +182,15 @@ def test_grouped_on_gloo() -> None:
     # two at a time: owners 0 and 2, then 3
     assert transport_seconds("grouped", shares, 1.0, **gloo) == 16 + 8
     assert transport_seconds("grouped", shares, 1.0, **reduction) == (12 + 8) * 0.75 + 8 * 0.75
-    latency = {"message_seconds": 1.0, **reduction}
-    assert transport_seconds("grouped", shares, 1.0, **latency) == 21 + 2 * 4
+    # three messages around the ring beside the bytes, and one to the owner, twice
+    for latency, seconds in ((1.0, 21 + 2), (5.0, 2 * 4 * 5)):
+        slow = {"message_seconds": latency, **reduction}
+        assert transport_seconds("grouped", shares, 1.0, **slow) == seconds
+    # twice down the tree, level by level
+    assert transport_messages("grouped", shares, **gloo) == 2 * 2
+    assert transport_seconds("grouped", shares, 1.0, message_seconds=0.5, **gloo) == 24 + 4 * 0.5
+    assert transport_messages("grouped", shares) == 3  # NCCL: one for each owner
+    assert transport_messages("star", shares, **gloo) == 3
     # two ranks send to each other
     assert transport_seconds("grouped", [5, 3], 1.0, **gloo) == 5
     assert transport_seconds("grouped", [5, 3], 1.0, **reduction) == 5
