@@ -45,7 +45,7 @@ from tools.bench_measure import WireCounter
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}  # bytes per second
 TIME_MARGIN, BYTE_MARGIN = 0.2, 0.05
-FEW_BYTES = 32  # of each owner for every rank: gloo cuts a reduction into two segments a rank, and skips empty ones
+FEW_BYTES = 32  # of an owner, times ranks: gloo cuts a reduction into two segments a rank, and skips empty ones
 
 
 def link_bytes_per_second(rate: str) -> float:
