@@ -136,7 +136,11 @@ class Netlab:
 
     def start(self, index: int, command: Sequence[str]) -> subprocess.Popen[str]:
         """Start the command on one host, in a process group of its own."""
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # a host that a signal ends says where it was
+        }
         return subprocess.Popen(
             [_program("ip"), "netns", "exec", self.hosts[index], *command],
             env={**defaults, **os.environ, **self.environment(index)},

@@ -171,6 +171,15 @@ def test_every_host_finds_its_rendezvous_variables() -> None:
 
 
 @needs_network
+def test_a_host_that_a_signal_ends_says_where_it_was() -> None:
+    code = "import os, time; os.abort() if os.environ['RANK'] == '1' else time.sleep(60)"
+    done = run_netlab("--nodes", "2", "--rate", "100mbit", "--", sys.executable, "-c", code)
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    assert "Fatal Python error: Aborted" in output and "most recent call first" in output, output
+
+
+@needs_network
 def test_a_failing_host_stops_the_others() -> None:
     code = "import os, time; os._exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
     process = subprocess.Popen(
