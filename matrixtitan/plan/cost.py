@@ -315,8 +315,7 @@ def transport_bytes(
     world_size, total = len(shares), sum(shares)
     if world_size == 1:
         return LinkBytes(0, 0)
-    if transport == "grouped" and backend == "gloo" and world_size == 2:
-        transport = "star"  # see `fsdp/transports.py`
+    transport = _carried_by(transport, world_size, backend)
     several = world_size > ranks_per_host
     if transport == "all_gather":
         sent = ceil(total * (world_size - 1) / world_size)
@@ -399,18 +398,21 @@ def transport_seconds(
     world_size = len(shares)
     if world_size == 1:
         return 0.0
-    in_groups = transport == "grouped" and backend == "gloo" and world_size > 2
-    owners = [rank for rank, share in enumerate(shares) if share]
-    at_a_time = GLOO_WORKERS if in_groups else world_size
+    in_groups = backend == "gloo" and _carried_by(transport, world_size, backend) == "grouped"
+    parts = [shares]
+    if in_groups:
+        owners = [rank for rank, share in enumerate(shares) if share]
+        parts = [
+            [
+                share if rank in owners[first : first + GLOO_WORKERS] else 0
+                for rank, share in enumerate(shares)
+            ]
+            for first in range(0, len(owners), GLOO_WORKERS)
+        ]
     moving = 0.0
-    for first in range(0, len(owners), at_a_time):
-        running = owners[first : first + at_a_time]
+    for part in parts:
         moved = transport_bytes(
-            transport,
-            [share if rank in running else 0 for rank, share in enumerate(shares)],
-            ranks_per_host,
-            direction=direction,
-            backend=backend,
+            transport, part, ranks_per_host, direction=direction, backend=backend
         )
         moving += max(moved.link / link_bytes_per_second, moved.rank / local_bytes_per_second)
     messages = transport_messages(transport, shares, direction=direction, backend=backend)
@@ -430,13 +432,19 @@ def transport_messages(
 ) -> int:
     """Messages of one unshard or one reduction that must follow each other."""
     world_size, owners = len(shares), sum(share > 0 for share in shares)
-    if transport != "grouped" or (backend == "gloo" and world_size == 2):
+    if _carried_by(transport, world_size, backend) != "grouped":
         return world_size - 1
     if backend != "gloo":
         return owners
     # down the tree, or around the ring, where two segments travel at a time
     each = (world_size - 1).bit_length() if direction == "unshard" else world_size
     return ceil(owners / GLOO_WORKERS) * each
+
+
+def _carried_by(transport: Transport, world_size: int, backend: str) -> Transport:
+    """Two gloo ranks send to each other: there `grouped` is a star, see `fsdp/transports.py`."""
+    pair = backend == "gloo" and world_size == 2
+    return "star" if transport == "grouped" and pair else transport
 
 
 def choose_transport(
