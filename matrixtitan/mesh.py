@@ -6,11 +6,14 @@ Next: `trainer.py`.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -55,9 +58,25 @@ class World:
             if group not in except_for:
                 set_timeout(timedelta(seconds=seconds), group)
 
-    def close(self) -> None:
-        if self.owns_group and dist.is_initialized():
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Destroy the process group, unless it was there before."""
+        if not self.owns_group:
+            return
+        if dist.is_initialized():
             dist.destroy_process_group()
+        if kind is None:
+            # A gloo group's threads live as long as anything refers to it, and one that drops a tensor while Python
+            # ends aborts the process (https://github.com/pytorch/pytorch/pull/179291). So what cycles keep alive goes
+            # before. Not after an error: a thread that waits for a dead peer would be waited for.
+            atexit.register(gc.collect)
 
 
 def init_world(config: Config) -> World:

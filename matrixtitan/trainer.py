@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,7 +58,7 @@ class Trainer:
         try:
             self._build()
         except BaseException:
-            self._closing.close()
+            self._closing.__exit__(*sys.exc_info())
             raise
 
     def __enter__(self) -> Trainer:
@@ -75,8 +76,7 @@ class Trainer:
         config, training = self.config, self.config.training
 
         # Processes: a group over all ranks and its (replicate, shard) mesh
-        self.world = init_world(config)
-        self._closing.callback(self.world.close)
+        self.world = self._closing.enter_context(init_world(config))
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)

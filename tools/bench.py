@@ -150,8 +150,7 @@ def launch(nproc: int, argv: Sequence[str]) -> int:
 def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
     """Measure all strategies together with the other ranks; the first one reports."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    world = init_world(config)
-    try:
+    with init_world(config) as world:
         corpus = Corpus(
             world, config.training.local_batch_size * world.size, config.training.seq_len
         )
@@ -172,8 +171,6 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
             add_strategies(report, ranks, shared_interface=wire_interface(world.size) == "lo")
             bench_report.write(report, options.output)
             print(bench_report.table(report), flush=True)
-    finally:
-        world.close()
 
 
 def measure(contenders: Sequence[Contender], steps: int, warmup: int) -> None:

@@ -29,7 +29,7 @@ from matrixtitan.config import Config, ModelConfig, TrainingConfig
 from matrixtitan.fsdp.api import TRANSPORTS
 from matrixtitan.fsdp.transports import Piece
 from matrixtitan.fsdp.transports import Transport as Mover
-from matrixtitan.mesh import init_world
+from matrixtitan.mesh import World, init_world
 from matrixtitan.parallelize import model_specs
 from matrixtitan.plan.cost import (
     Direction,
@@ -194,7 +194,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--check", action="store_true", help="exit code 1 where a margin is passed")
     arguments = parser.parse_args(argv)
-    world = init_world(Config())
+    with init_world(Config()) as world:
+        good = measure(world, arguments)
+    return 1 if arguments.check and not good else 0
+
+
+def measure(world: World, arguments: argparse.Namespace) -> bool:
+    """Print the tables; whether all is as the formulas say."""
     wire = WireCounter(world)
     counted = wire.interface not in (None, "lo")  # loopback's counter is all ranks'
     transports = {name: kind(dist.new_group()) for name, kind in TRANSPORTS.items()}
@@ -246,8 +252,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"\na step by ring: the bytes of the worst rank are {ratio:.3f} of its due")
     for transport in transports.values():
         transport.close()
-    world.close()
-    return 1 if arguments.check and not good else 0
+    return good
 
 
 if __name__ == "__main__":

@@ -568,3 +568,49 @@ def test_a_frozen_rank_ends_the_others_in_the_first_step(corpus: Path, tmp_path:
         ended = re.search(r"ended after (\S+) s", answer)
         assert ended is not None, answer
         assert float(ended[1]) < 8, answer
+
+
+COUNT_GLOO_THREADS = """
+import atexit, sys
+from pathlib import Path
+
+def count():
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+atexit.register(lambda: print("at exit", count()))  # the first to be registered runs last
+
+from matrixtitan.config import load_config
+from matrixtitan.trainer import Trainer
+
+def main():
+    with Trainer(load_config(sys.argv[1:])) as trainer:
+        trainer.train()
+        print("training", count())
+        {then}
+
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.parametrize(("then", "all_end"), [("", True), ("raise RuntimeError", False)])
+def test_threads_of_groups_end_before_the_interpreter(
+    corpus: Path, tmp_path: Path, then: str, all_end: bool
+) -> None:
+    """Which would abort a process now and then. After an error they may wait for a dead peer: nobody waits for them."""
+    config_for(corpus, tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", COUNT_GLOO_THREADS.format(then=then)),
+            *("--config", str(tmp_path / "run.toml")),
+            *("--parallelism.strategy", "matrix_fsdp"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    counts = dict(re.findall(r"(training|at exit) (\d+)", done.stdout))
+    assert int(counts["training"]) > 0, done
+    assert (counts["at exit"] == "0") == all_end, done
