@@ -13,7 +13,7 @@ order: two runs give the same bits.
 A rank that owns little of a unit must receive most of it, so one link or another carries more than the rest, each unit
 another one. A rank may begin the next operation, if it is there, when it has sent all of the last and posted all its
 receives (both must keep their order on a link), while what goes no further still arrives. So links wait for each other
-mostly where their sums over several units differ. It is not perfect: a reduction posts few receives ahead, to save
+mostly where their sums over several units differ. It is not perfect: a reduction posts 2 MB of receives ahead, to save
 memory, so its last own sums must be near; and the thread looks for the next operation between two chunks.
 """
 
@@ -30,8 +30,10 @@ from matrixtitan.fsdp.background import Background, Steps, chunk_bytes
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece, Transport, chunks_by_owner
 
-POSTED_AHEAD = 8
-"""Receives of a reduction posted before their data is needed: gloo starts sending only into a posted receive."""
+POSTED_BYTES = 2 << 20
+"""What a reduction's receives take that are posted before their data is needed: gloo starts sending only into a posted
+receive, and a neighbour that has no core for a while must not stop the link. 8 chunks of the largest, 85 of the
+smallest size."""
 
 
 class Ring(Transport):
@@ -55,7 +57,7 @@ class Ring(Transport):
         self._background.close()
 
     def _unshard(self, pieces: Sequence[Piece]) -> Steps:
-        by_owner = self._chunks(pieces)
+        by_owner = chunks_by_owner(pieces, self.world_size, self._chunk_bytes(pieces))
         incoming = [
             (owner, chunk)
             for owner in self._owners_back_from(self._left)
@@ -76,7 +78,8 @@ class Ring(Transport):
             _wait(send)
 
     def _reduce(self, pieces: Sequence[Piece]) -> Steps:
-        by_owner = self._chunks(pieces)
+        size = self._chunk_bytes(pieces)
+        by_owner = chunks_by_owner(pieces, self.world_size, size)
         incoming = deque(
             (owner, mine)
             for owner in self._owners_back_from((self.rank - 2) % self.world_size)
@@ -93,7 +96,7 @@ class Ring(Transport):
                     (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
                 )
 
-        post(POSTED_AHEAD)  # first: word of it would queue behind what this rank sends
+        post(POSTED_BYTES // size)  # first: word of it would queue behind what this rank sends
         sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
         while posted:
             owner, mine, received, work = posted.popleft()
@@ -107,9 +110,8 @@ class Ring(Transport):
             yield True
             _wait(send)
 
-    def _chunks(self, pieces: Sequence[Piece]) -> list[list[Tensor]]:
-        size = chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
-        return chunks_by_owner(pieces, self.world_size, size)
+    def _chunk_bytes(self, pieces: Sequence[Piece]) -> int:
+        return chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
 
     def _send(self, chunk: Tensor) -> Work | None:
         return dist.isend(chunk, group=self.group, group_dst=self._right)
