@@ -7,9 +7,11 @@ every number of ranks, microbatches and workers. Never a collective. Next file: 
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -119,10 +121,11 @@ def build_dataloader(
     batches = RankBatches(
         windows, training.local_batch_size, dp_rank, dp_world_size, start_window=start_window
     )
-    return _prefetching(batches, config.data.num_workers)
+    return _prefetching(batches, config)
 
 
-def _prefetching(batches: RankBatches, workers: int) -> StatefulDataLoader:
+def _prefetching(batches: RankBatches, config: Config) -> StatefulDataLoader:
+    workers = config.data.num_workers
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital")  # torch's word to torchdata
         return StatefulDataLoader(
@@ -130,11 +133,26 @@ def _prefetching(batches: RankBatches, workers: int) -> StatefulDataLoader:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
+            worker_init_fn=_outlive_preemption if config.checkpoint.enable else None,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, so that nothing is drawn from the training's
             snapshot_every_n_steps=1
             << 30,  # the state is the window index, which the trainer counts
         )
+
+
+def _outlive_preemption(worker: int) -> None:
+    """In a worker: the first SIGTERM is not for it, the second ends it.
+
+    torchrun and Slurm send it to whole process groups, of which the rank alone knows what to do: it goes on to the end
+    of its step and saves (`checkpoint/preemption.py`). Workers end with it.
+    """
+
+    def end_at_the_next(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, end_at_the_next)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def build_validation_loader(

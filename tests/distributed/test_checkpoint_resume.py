@@ -253,7 +253,7 @@ def launch(folder: Path, corpus: Path, steps: int, log: Path) -> subprocess.Pope
         "job.dump_folder": folder,
         "data.sources": f'[{{type = "text", path = ["{corpus}/*.txt"]}}]',
         "data.cache_dir": corpus,
-        "data.num_workers": 0,
+        "data.num_workers": 1,  # which gets torchrun's SIGTERM too
         "validation.enable": "false",
         "training.global_batch_size": 4,
         "training.local_batch_size": 1,
