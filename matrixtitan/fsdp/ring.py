@@ -31,8 +31,8 @@ from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import Piece, Transport, chunks_by_owner
 
 POSTED_BYTES = 2 << 20
-"""What a reduction's receives take that are posted before their data is needed: gloo starts sending only into a posted
-receive, and a neighbour that has no core for a while must not stop the link. 8 chunks of the largest, 85 of the
+"""What each reduction's receives take that are posted before their data is needed: gloo starts sending only into a
+posted receive, and a neighbour that has no core for a while must not stop the link. 8 chunks of the largest, 85 of the
 smallest size."""
 
 
