@@ -124,20 +124,17 @@ def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> No
     means = [sum(two) // world_size for two in pairwise(totals)]  # of each pair of neighbours
     means[0] = means[-1] = 0  # those at the ends are none
 
-    def gain(unit: int, rank: int, change: int) -> int:
-        """How much less uneven both pairs with `unit` are once `rank` holds `change` more of it."""
+    def shift(unit: int, rank: int, change: int) -> int:
+        """Let `rank` hold `change` more of `unit`; how much less uneven both pairs with it are then."""
+        before, at, after = shares[unit - 1], shares[unit], shares[unit + 1]
+        held = at[rank]
+        at[rank] = held + change
         gained = 0
-        for first in (unit - 1, unit):
-            lack = means[first] - shares[first][rank] - shares[first + 1][rank]
-            gained += max(0, lack) ** 2 - max(0, lack - change) ** 2
-        return gained
-
-    def move(unit: int, source: int, target: int, weight: int) -> int:
-        """Carry it out; what it gained."""
-        gained = gain(unit, source, -weight)
-        shares[unit][source] -= weight
-        gained += gain(unit, target, weight)
-        shares[unit][target] += weight
+        for lack in (means[unit - 1] - before[rank] - held, means[unit] - after[rank] - held):
+            if lack > 0:
+                gained += lack * lack
+            if lack > change:
+                gained -= (lack - change) * (lack - change)
         return gained
 
     budget, improved = EXCHANGE_BUDGET, True
@@ -150,11 +147,13 @@ def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> No
                 if other == unit or there == here:
                     continue
                 budget -= 1
-                gained = move(unit, here, there, weight) + move(other, there, here, weight)
+                gained = shift(unit, here, -weight) + shift(unit, there, weight)
+                gained += shift(other, there, -weight) + shift(other, here, weight)
                 if gained > 0:
                     owners[number], owners[peer], improved = there, here, True
-                else:
-                    move(unit, there, here, weight)
-                    move(other, here, there, weight)
+                    continue
+                for place, holds in ((unit, weight), (other, -weight)):
+                    shares[place][here] += holds
+                    shares[place][there] -= holds
             if budget < 0:
                 return
