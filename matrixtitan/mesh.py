@@ -74,8 +74,8 @@ class World:
             dist.destroy_process_group()
         if kind is None:
             # A gloo group's threads live as long as anything refers to it, and one that drops a tensor while Python
-            # ends aborts the process (https://github.com/pytorch/pytorch/pull/179291). So what cycles keep alive goes
-            # before. Not after an error: a thread that waits for a dead peer would be waited for.
+            # ends can abort the process (https://github.com/pytorch/pytorch/pull/179291). So what cycles keep alive
+            # goes before. Not after an error: a thread that waits for a dead peer would be waited for.
             atexit.register(gc.collect)
 
 
