@@ -1,4 +1,4 @@
-"""Every test starts from the same random state and one thread, as ranks do."""
+"""Every test starts from the same random state and one thread, as ranks do, and sees a GPU only if it is for one."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ import torch
 def _same_start() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For processes that a test starts."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -1,8 +1,8 @@
 """Run a function on several ranks, each a process on this machine, and hand back what each returned.
 
-Processes come from a fork server that has imported torch once, so a 4-rank test starts in a fraction of a second.
-A rank that raises, dies or outlives the timeout fails the test with that rank's traceback; no process outlives the
-call.
+Processes come from a fork server that has imported torch, Dynamo included, so a 4-rank test starts in a fraction of a
+second. A rank that raises, dies or outlives the timeout fails the test with that rank's traceback; no process outlives
+the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "matrixtitan.trainer"]
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._inductor.compile_fx",  # Dynamo with it, which optimizers and checkpointing import at first use: seconds
+    "matrixtitan.trainer",
+]
+
+
+VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 class RankFailure(AssertionError):
@@ -33,6 +41,7 @@ def _run_rank(
     store: str,
     timeout: float,
     on_gpu: bool,
+    visible_gpus: str | None,
     args: Any,
 ) -> None:
     import torch
@@ -42,6 +51,13 @@ def _run_rank(
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     device = None
+    # the fork server has what the environment was when it started
+    if not on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif visible_gpus is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
     if on_gpu:
         # NCCL refuses two ranks of one host on one GPU: each says that it is a host of its own
         os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
@@ -100,7 +116,7 @@ def run_distributed(
             parent, child = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(child, fn, rank, world_size, store, timeout, on_gpu, args),
+                args=(child, fn, rank, world_size, store, timeout, on_gpu, VISIBLE_GPUS, args),
                 daemon=False,
             )
             process.start()
