@@ -34,7 +34,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces it
 import torch
 import torch.distributed as dist
 
-from matrixtitan.config import Config, load_config
+from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.mesh import World, init_world
 from matrixtitan.metrics import peak_flops
 from models.llama import Llama
@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     try:
-        config = load_config(["--config", options.config, *overrides])
+        # the corpus is its own: what a config would train on need not be here
+        own = shlex.split(EMBEDDED_OVERRIDES)
+        config = load_config(["--config", options.config, *own, *overrides])
         for name in options.strategies:
             strategy_config(config, name)
     except ValueError as error:

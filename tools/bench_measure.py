@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from matrixtitan.config import Config
 from matrixtitan.mesh import World
-from matrixtitan.parallelize import parallelize
+from matrixtitan.parallelize import dtype_of, parallelize
 from matrixtitan.strategies.collective_counter import CollectiveCounter
 from models import build_model
 
@@ -129,6 +129,7 @@ class Contender:
                 max_seq_len=config.training.seq_len,
                 tie_embeddings=config.model.tie_embeddings,
             )
+        model.to(dtype_of(config.training.dtype))
         self.model = model
         built = parallelize(model, strategy_config(config, name), world.mesh, world.device)
         self._strategy, self.close = built.strategy, built.close
@@ -201,7 +202,11 @@ class Contender:
             replay = Replay(self._world.device)
             dist.barrier()
             before = wire.sent()
-            with CollectiveCounter(replay.record) as counter:
+            # eager: Dynamo compiles nothing under the counter's dispatch mode
+            with (
+                torch.compiler.set_stance("force_eager"),
+                CollectiveCounter(replay.record) as counter,
+            ):
                 run()
             self._synchronize()
             dist.barrier()
@@ -252,14 +257,24 @@ class Contender:
 
 def matmul_flops(device: torch.device, seconds: float = 0.3) -> float:
     """FLOP/s of this rank's matrix products (float32 on the CPU, bfloat16 on CUDA) while all ranks multiply."""
-    size, dtype = (384, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    on_cpu = device.type == "cpu"
+    size, dtype = (384, torch.float32) if on_cpu else (8192, torch.bfloat16)
+    at_a_time = 1 if on_cpu else 8  # waiting for each would be part of its time
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    (left @ right).sum().item()  # the first product also loads the library
+    out = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(at_a_time):
+            torch.mm(left, right, out=out)
+        if not on_cpu:
+            torch.cuda.synchronize(device)
+
+    multiply()  # the first product also loads the library
     dist.barrier()
     products, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds:
-        (left @ right).sum().item()
-        products += 1
+        multiply()
+        products += at_a_time
     return 2 * size**3 * products / elapsed
 
 
