@@ -72,6 +72,11 @@ def linear_cross_entropy(
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if torch.is_autocast_enabled(
+        hidden.device.type
+    ):  # which would reach only some of the products below
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
     recording = torch.is_grad_enabled()
     hidden_grad, weight_grad = hidden.requires_grad, weight.requires_grad
     loss, _, _ = _linear_cross_entropy(

@@ -81,6 +81,23 @@ def test_bfloat16_is_no_less_exact_than_the_plain_form() -> None:
         assert _relative(got, true) < max(1.2 * _relative(usual, true), 2**-8)
 
 
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_every_product_is_in_its_dtype(hidden_dtype: torch.dtype) -> None:
+    hidden, weight, labels = _inputs()
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels, 7)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    cast = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    expected = linear_cross_entropy(*cast, labels, 7)
+    assert torch.equal(loss, expected)
+    for got, want, given in zip(
+        found, torch.autograd.grad(expected, cast), (hidden, weight), strict=True
+    ):
+        assert got.dtype == given.dtype
+        assert torch.equal(got.float(), want.float())
+
+
 def test_nothing_counted_gives_zero() -> None:
     hidden, weight, labels = _inputs()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), 16)
