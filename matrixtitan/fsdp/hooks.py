@@ -267,10 +267,11 @@ class Schedule:
         if state.keeps_gradients:
             state.unit.keep_gradients()
             return
-        if len(self._reductions) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._reductions[
-                -MAX_REDUCTIONS_IN_FLIGHT
-            ].wait_for_owners()  # bounds the full gradients alive
+        most = MAX_REDUCTIONS_IN_FLIGHT
+        if len(self._reductions) > most and self._reductions[-most - 1].accumulates:
+            self._reductions.pop(-most - 1).finish()  # or this rank's gradients would be here twice
+        if len(self._reductions) >= most:
+            self._reductions[-most].wait_for_owners()  # bounds the full gradients alive
         self._reductions.append(state.unit.start_reduce())
 
     def _end_backward(self) -> None:
@@ -297,7 +298,10 @@ class Schedule:
             call.state.calls.discard(call)
 
     def _abandon_backward(self) -> None:
-        """The last backward raised, on every rank: drop its gradients, and unreduced ones of those before."""
+        """The last backward raised, on every rank: drop its gradients, and unreduced ones of those before.
+
+        What it has added to gradients of earlier backwards stays, as in plain PyTorch.
+        """
         self._close_calls()
         for reduction in self._reductions:
             reduction.drop()

@@ -266,6 +266,11 @@ class Reduction:
         self._pieces = pieces
         self._mine = mine
 
+    @property
+    def accumulates(self) -> bool:
+        """Its sums will be added to gradients that are there already, instead of becoming them."""
+        return any(param.sharded.grad is not None for param, _ in self._mine)
+
     def wait_for_owners(self) -> None:
         """The sums are on their owners and full gradients are freed; with replicas, their all-reduce has begun."""
         if self._pending is None:

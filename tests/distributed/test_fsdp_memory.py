@@ -143,6 +143,27 @@ def test_gradients_that_travel_unpacked_are_bounded_alike(transport: str) -> Non
     run_distributed(storage_alive, 3, 1, "default", transport, 0)
 
 
+def accumulated_sums() -> None:
+    """Of a first backward every unit's sums wait, to become the gradients; later ones are added unit by unit."""
+    model, sharded = sharded_toy(1, "default")
+    waiting: list[int] = []
+    for module in [block.up for block in model.blocks]:
+        module.register_full_backward_hook(
+            lambda *_: waiting.append(sum(bool(r._mine) for r in sharded._schedule._reductions))
+        )
+    most = []
+    for _ in range(3):
+        model(*my_batch()).backward()
+        most.append(max(waiting))
+        waiting.clear()
+    assert most == [DEPTH, MAX_REDUCTIONS_IN_FLIGHT + 1, MAX_REDUCTIONS_IN_FLIGHT + 1]
+    sharded.close()
+
+
+def test_accumulating_holds_no_second_copy_of_the_gradients() -> None:
+    run_distributed(accumulated_sums, 2)
+
+
 def accumulated() -> None:
     """Without reducing, every full gradient stays, once and in reduce dtype; the next reduction frees them all."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
