@@ -67,8 +67,11 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Destroy the process group, unless it was there before."""
-        if not self.owns_group:
+        """Destroy the process group, unless it was there before.
+
+        On GPUs not after an error: NCCL would wait for what peers no longer join, and the error is printed after that.
+        """
+        if not self.owns_group or (kind is not None and self.device.type == "cuda"):
             return
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -82,10 +85,12 @@ class World:
 def init_world(config: Config) -> World:
     """Join the run that the launcher describes (RANK, WORLD_SIZE, ...), or be a run of one process.
 
-    An existing process group is used as it is. ValueError where the degrees in the config do not fit the ranks.
+    An existing process group is used as it is, on the CPU where it has no NCCL. ValueError where the degrees in the
+    config do not fit the ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    use_cuda = torch.cuda.is_available()
+    owns_group = not dist.is_initialized()
+    use_cuda = torch.cuda.is_available() and (owns_group or "nccl" in dist.get_backend_config())
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start one process per "
@@ -95,7 +100,6 @@ def init_world(config: Config) -> World:
     if use_cuda:
         _set_cuda_environment(config.comm)
         torch.cuda.set_device(device)
-    owns_group = not dist.is_initialized()
     if owns_group:
         size = config.parallelism.dry_run_world_size or int(os.environ.get("WORLD_SIZE", "1"))
         mesh_shape(
@@ -189,10 +193,12 @@ def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
 
 def _set_cuda_environment(comm: CommConfig) -> None:
     """Defaults that a user's own environment overrides. Must precede the first CUDA allocation."""
-    defaults = {
+    if (
+        not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    ):  # two names of one setting
         # memory freed by one size serves another: units come and go in every step
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    defaults = {
         # NCCL's flight recorder: what each rank was waiting for, written when a collective times out
         "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(comm.trace_buf_size),

@@ -251,6 +251,7 @@ class Trainer:
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
             if self.config.parallelism.dry_run_world_size:
                 grad_norm = self._zero_gradients()
+            self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
                 self.strategy.step(self.optimizers)
             else:

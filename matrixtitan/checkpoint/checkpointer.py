@@ -170,9 +170,13 @@ class Checkpointer:
         else:
             staged, copied = self._stager.stage(tensors)
 
+            # DCP waits for the thread's current stream, which would be GPU 0's default one; None on the CPU: no change
+            stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+
             def write_copies() -> Path:
-                copied()
-                return self._write(step, staged, side_files)
+                with torch.cuda.stream(stream):
+                    copied()
+                    return self._write(step, staged, side_files)
 
             threading.Thread(
                 target=_fulfil, args=(self._saving, write_copies), name="save", daemon=True
@@ -181,6 +185,11 @@ class Checkpointer:
         if self._rank == 0:
             logger.info("step %d: training paused for %.3f s to save", step, pause)
         return pause
+
+    def before_update(self) -> None:
+        """Before anything changes weights or optimizer state: copies of them may be under way."""
+        if self._stager is not None:
+            self._stager.before_change()
 
     def check_failure(self) -> None:
         """At a step boundary: raise or log what went wrong in the background, once it has ended on all ranks.
@@ -395,7 +404,11 @@ class Checkpointer:
             **train_state_tensors(TrainState()),
         }
         if stored.meta.get("world_size") == self._world_size:
-            wanted.update(random_tensors(self._rank))
+            generators = random_tensors(self._rank)
+            on_gpu = f"random.{self._rank}.torch_cuda"
+            if on_gpu not in stored.tensors:  # saved on a CPU
+                generators.pop(on_gpu, None)
+            wanted.update(generators)
         elif self._rank == 0:
             logger.info("random generators start from the seed: the number of ranks changed")
         return wanted

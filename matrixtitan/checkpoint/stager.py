@@ -24,21 +24,33 @@ class HostStager:
                 'checkpoint.async_mode = "async_with_pinned_mem" needs CUDA, and there is none here; use "async"'
             )
         self._pinned = pinned
+        self._stream = torch.cuda.Stream() if pinned else None
+        self._copied: torch.cuda.Event | None = None
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
         """Copies of `tensors` under the same keys, and a function that waits until they are complete.
 
-        Training may change the originals at once: pinned copies are queued on the current stream before whatever
-        changes them. The copies are overwritten by the next call.
+        Call `before_change` before anything changes the originals. The copies are overwritten by the next call.
         """
+        if self._stream is None:
+            return self._copy_all(tensors), _complete
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            staged = self._copy_all(tensors)
+            self._copied = self._stream.record_event()
+        return staged, self._copied.synchronize
+
+    def before_change(self) -> None:
+        """Make the current stream wait for copies under way."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
+
+    def _copy_all(self, tensors: Tensors) -> Tensors:
         staged = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in staged}
-        if not self._pinned:
-            return staged, _complete
-        copied = torch.cuda.Event()
-        copied.record()
-        return staged, copied.synchronize
+        return staged
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
         source = tensor.rows if isinstance(tensor, RowSegment) else tensor

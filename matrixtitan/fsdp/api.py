@@ -234,7 +234,7 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh | None:
         if not dist.is_initialized():
             return None
         return dist.init_device_mesh(
-            "cuda" if dist.get_backend() == "nccl" else "cpu",
+            "cuda" if "nccl" in dist.get_backend_config() else "cpu",
             (dist.get_world_size(),),
             mesh_dim_names=("dp_shard",),
         )
@@ -410,8 +410,23 @@ def make_transport(
         counts = _gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
     chosen = _transport_class(name, len(ranks), per_host, backend)
-    own = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    options = _ahead_of_compute(timeout) if backend == "nccl" else None
+    own = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+    )
     return chosen(own)
+
+
+def _ahead_of_compute(timeout: timedelta | None) -> object:
+    """NCCL's kernels before those of a matrix product that is queued already, or they would wait for all of it."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # new_group sets it too, and warns where it was another
+    return options
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -81,10 +81,10 @@ class Grouped(Transport):
         if self._pair:
             return self._pair.unshard(pieces)
         if self.on_nccl:
-            with _coalesced(self.group, pieces):
+            with _coalesced(self.group, pieces) as launch:
                 for owner, tensor in pieces:
-                    dist.broadcast(tensor, group=self.group, group_src=owner)
-            return ()
+                    dist.broadcast(tensor, group=self.group, group_src=owner, async_op=True)
+            return launch.works
         return [
             _issued(dist.broadcast(tensor, group=self.group, group_src=owner, async_op=True))
             for owner, tensor in pieces
@@ -94,10 +94,10 @@ class Grouped(Transport):
         if self._pair:
             return self._pair.reduce(pieces)
         if self.on_nccl:
-            with _coalesced(self.group, pieces):
+            with _coalesced(self.group, pieces) as launch:
                 for owner, tensor in pieces:
-                    dist.reduce(tensor, group=self.group, group_dst=owner)
-            return ()
+                    dist.reduce(tensor, group=self.group, group_dst=owner, async_op=True)
+            return launch.works
         return [
             _issued(dist.reduce(tensor, group=self.group, group_dst=owner, async_op=True))
             for owner, tensor in pieces
@@ -285,9 +285,13 @@ def _issued(work: Work | None) -> Work:
 
 
 def _coalesced(group: dist.ProcessGroup, pieces: Sequence[Piece]):  # type: ignore[no-untyped-def]
-    """One NCCL group call around several collectives.
+    """One NCCL group call around several collectives; its `works` holds the one work of all of them.
 
     Private in PyTorch up to 2.15 and without a public counterpart for broadcast and reduce: `batch_isend_irecv`
-    covers point-to-point only. This is the one place that uses it.
+    covers point-to-point only. This is the one place that uses it. The collectives must be asynchronous: a
+    synchronous coalesced launch goes to the current stream, and NCCL's watchdog, which looks at the group's own, takes
+    it for done at once, so that a stalled peer would never time out.
     """
-    return dist.distributed_c10d._coalescing_manager(group=group, device=pieces[0].tensor.device)
+    return dist.distributed_c10d._coalescing_manager(
+        group=group, device=pieces[0].tensor.device, async_ops=True
+    )

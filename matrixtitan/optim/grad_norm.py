@@ -28,15 +28,17 @@ def clip_grad_norm_(
     Returns a float32 scalar, equal on all ranks. A non-finite norm is returned as it is and leaves the gradients
     untouched: the caller decides. ValueError for a negative `max_norm`.
 
-    Squares are summed in float64: a float32 sum over 2e7 elements is off by 1e-3 on the CPU, and in float64 the
-    printed norm does not depend on who holds which rows.
+    Squares are summed in float64 on the CPU: a float32 sum over 2e7 elements is off by 1e-3 there, and in float64 the
+    printed norm does not depend on who holds which rows. A GPU, which sums in a tree, would make a float64 copy of
+    each gradient for that: there a gradient's own norm is float32, and their sum float64.
     """
     if not max_norm >= 0:
         raise ValueError(f"training.max_norm is {max_norm}; it must be 0 (only measure) or more")
     device = grads[0].device if grads else device or torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
     for grad in grads:
-        total += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
+        total += torch.linalg.vector_norm(grad, dtype=dtype).double() ** 2
     if group is not None:
         dist.all_reduce(total, group=group)
     norm = total.sqrt()

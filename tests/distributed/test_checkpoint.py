@@ -385,6 +385,22 @@ def test_random_states_are_restored_rank_by_rank(tmp_path: Path) -> None:
         assert before == after
 
 
+def resume_on_a_gpu(folder: str) -> TrainState | None:
+    checkpointer, _ = make(folder)
+    with checkpointer:
+        checkpointer.save(2, TrainState(2))
+        here = checkpointer_module.random_tensors
+        checkpointer_module.random_tensors = lambda rank: {  # type: ignore[assignment]
+            **here(rank),
+            f"random.{rank}.torch_cuda": torch.zeros(16, dtype=torch.uint8),
+        }
+        return checkpointer.load()
+
+
+def test_saved_on_cpus_resumes_where_a_gpu_has_a_generator_too(tmp_path: Path) -> None:
+    assert on_ranks(resume_on_a_gpu, 2, str(tmp_path)) == [TrainState(2)] * 2
+
+
 def pauses(folder: str) -> list[tuple[float, float]]:
     """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank, in seconds."""
     found = []

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
@@ -391,6 +392,37 @@ def test_one_rank_told_to_end_saves_and_ends_all(
     config = config_for(corpus, tmp_path, **RESUMABLE)
     assert run_distributed(told_to_end, 2, config, 1, 3) == [3, 3]
     assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
+
+
+def copies_and_updates(config: Config) -> list[str]:
+    """What a run that saves in the background does to its weights, in order."""
+    events: list[str] = []
+
+    def recorded(owner: object, name: str) -> None:
+        act = getattr(owner, name)
+
+        def wrapper(*args: Any) -> Any:
+            events.append(name)
+            return act(*args)
+
+        setattr(owner, name, wrapper)
+
+    recorded(HostStager, "stage")
+    recorded(HostStager, "before_change")
+    with Trainer(config) as trainer:
+        recorded(trainer.strategy, "step")
+        trainer.train()
+    return events
+
+
+def test_no_update_before_the_copies_of_a_save_are_made(corpus: Path, tmp_path: Path) -> None:
+    save = {"enable": "true", "interval": 1, "async_mode": "async"}
+    config = config_for(
+        corpus, tmp_path, training__steps=3, **{f"checkpoint__{k}": v for k, v in save.items()}
+    )
+    (events,) = run_distributed(copies_and_updates, 1, config)
+    step = ["before_change", "step"]
+    assert events == [*step, "stage", *step, "stage", *step]  # the last save is in the foreground
 
 
 def refusal(first: Config, changed: Path, second: Config, allowed: Config) -> str:

@@ -38,7 +38,10 @@ def move(
 ) -> None:
     """Gather and reduce each layout, all in flight at once: operations of one transport must not mix."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    weights_way, gradients_way = (TRANSPORTS[name](dist.new_group()) for _ in range(2))
+    backend = "nccl" if device == "cuda" else "gloo"
+    weights_way, gradients_way = (
+        TRANSPORTS[name](dist.new_group(backend=backend)) for _ in range(2)
+    )
     gathered, reduced, works = [], [], []
     for sizes in layouts:
         weights, gradients = [], []

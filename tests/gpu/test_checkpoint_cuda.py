@@ -42,7 +42,8 @@ def test_pinned_copies_are_of_the_moment() -> None:
     whole = torch.ones(1 << 24, device="cuda")
     rows = torch.ones(2, 3, device="cuda")
     staged, copied = stager.stage({"whole": whole, "rows": RowSegment(rows, (4, 3), 1)})
-    whole.zero_()  # queued after the copies
+    stager.before_change()
+    whole.zero_()  # waits for the copies
     rows.zero_()
     copied()
     assert staged["whole"].is_pinned()

@@ -1,0 +1,50 @@
+"""What a process sets before a model exists, and how it leaves its group; CUDA's part of it without a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from matrixtitan.config import CommConfig
+from matrixtitan.mesh import World, _set_cuda_environment
+
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def leave(device: str, fails: bool) -> None:
+    world = World(0, 1, 0, torch.device(device), cast(DeviceMesh, None), owns_group=True)
+    with world:
+        if fails:
+            raise ValueError("this rank's own")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_its_peers(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destroyed = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(device))
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    leave(device, fails=False)
+    assert destroyed == [device]
+    with pytest.raises(ValueError, match="own"):
+        leave(device, fails=True)
+    assert len(destroyed) == (2 if device == "cpu" else 1)
+
+
+@pytest.mark.parametrize("named", [None, *ALLOCATOR_NAMES])
+def test_the_users_allocator_settings_stay(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, Any] = {} if named is None else {named: "backend:native"}
+    monkeypatch.setattr(os, "environ", environment)
+    _set_cuda_environment(CommConfig())
+    found = {name: environment[name] for name in ALLOCATOR_NAMES if name in environment}
+    default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert found == (default if named is None else {named: "backend:native"})
