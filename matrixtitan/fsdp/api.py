@@ -144,6 +144,8 @@ def fully_shard(
     units: module names gathered together, in forward order, e.g. `[["embed"], ["layers.0"], ["norm", "head"]]`; all
         remaining parameters form the root unit. A unit of several modules is for weights that they share.
     mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process group, one process.
+        Where `init_process_group` was given a `device_id`, all of its ranks must call this at the same point, each with
+        its own mesh: NCCL then splits groups off the whole one.
     plan: who owns what; None makes one from the model's shapes. It must be equal on all ranks.
     tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output head); embeddings are
         recognised.
