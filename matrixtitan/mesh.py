@@ -192,22 +192,20 @@ def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
 
 
 def _set_cuda_environment(comm: CommConfig) -> None:
-    """Defaults that a user's own environment overrides. Must precede the first CUDA allocation."""
-    if (
-        not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    ):  # two names of one setting
-        # memory freed by one size serves another: units come and go in every step
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    """Defaults that a user's own environment overrides, under an older name too. Must precede the first CUDA
+    allocation."""
     defaults = {
+        # memory freed by one size serves another: units come and go in every step
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
         # NCCL's flight recorder: what each rank was waiting for, written when a collective times out
-        "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(comm.trace_buf_size),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if comm.trace_buf_size else "0",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(comm.trace_buf_size),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1" if comm.trace_buf_size else "0",
         # a timed-out collective ends the process instead of hanging in clean-up
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING",): "3",
     }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    for names, value in defaults.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
 
 
 def set_seeds(debug: DebugConfig) -> None:

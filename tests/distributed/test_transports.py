@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +227,23 @@ def test_a_dead_rank_raises_where_its_data_is_awaited(name: str) -> None:
     messages = run_distributed(die_in_the_middle, 3, name, timeout=20, expect_failure=True)
     for rank in (0, 2):
         assert "RuntimeError" in messages[rank], messages[rank]
+
+
+@pytest.mark.parametrize("call", ["broadcast", "reduce"])
+def test_a_launch_on_nccl_is_asynchronous(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces at once, and the work of the launch, which NCCL's watchdog sees, to wait for; by stand-ins."""
+    launch, issued = SimpleNamespace(works=["the launch"]), []
+
+    @contextmanager
+    def manager(**keys: Any) -> Iterator[SimpleNamespace]:
+        assert keys["async_ops"]
+        yield launch
+        assert len(issued) == 2
+
+    monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", manager)
+    monkeypatch.setattr(dist, call, lambda tensor, **keys: issued.append(keys))
+    transport = object.__new__(TRANSPORTS["grouped"])
+    transport.group, transport.on_nccl, transport._pair = None, True, None  # type: ignore[attr-defined]
+    move_all = transport.unshard if call == "broadcast" else transport.reduce
+    assert move_all([Piece(0, torch.ones(3)), Piece(1, torch.ones(2))]) == ["the launch"]
+    assert all(keys["async_op"] for keys in issued)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from matrixtitan.config import CommConfig
 from matrixtitan.mesh import World, _set_cuda_environment
 
-ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SYNONYMS = [
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+]
 
 
 def leave(device: str, fails: bool) -> None:
@@ -38,13 +41,17 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_its_peers(
     assert len(destroyed) == (2 if device == "cpu" else 1)
 
 
-@pytest.mark.parametrize("named", [None, *ALLOCATOR_NAMES])
-def test_the_users_allocator_settings_stay(
-    named: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("names", SYNONYMS)
+@pytest.mark.parametrize("users", [None, 0, 1])
+def test_a_users_setting_stays_under_either_name(
+    names: tuple[str, str], users: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment: dict[str, Any] = {} if named is None else {named: "backend:native"}
+    theirs = {} if users is None else {names[users]: "theirs"}
+    environment = dict(theirs)
     monkeypatch.setattr(os, "environ", environment)
     _set_cuda_environment(CommConfig())
-    found = {name: environment[name] for name in ALLOCATOR_NAMES if name in environment}
-    default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert found == (default if named is None else {named: "backend:native"})
+    found = {name: environment[name] for name in names if name in environment}
+    if users is None:
+        assert list(found) == [names[0]]
+    else:
+        assert found == theirs
