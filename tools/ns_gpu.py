@@ -72,12 +72,12 @@ def forms(seconds: float) -> None:
     print("|---" * (1 + 2 * len(DEPTHS)) + "|")
     for rows, cols in SHAPES:
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        x /= x.norm()
+        settings = ns.make_newton_schulz()
         choices = [
             ns.FormChoice(form, d, d, onednn=False) for form in ("standard", "gram") for d in DEPTHS
         ]  # type: ignore[arg-type]
         times = gpu_medians(
-            [partial(ns._iterate, x, (ns.QUINTIC,) * 5, choice) for choice in choices], seconds
+            [partial(ns._iterate, x, settings, choice) for choice in choices], seconds
         )
         print(
             f"| {rows}x{cols} | " + " | ".join(f"{1e3 * t:.3f}" for t in times) + " |", flush=True

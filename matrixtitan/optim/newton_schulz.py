@@ -24,6 +24,7 @@ Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Arithmetic = Literal["fused", "separate"]
+Product = Callable[..., Tensor]
 
 QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
 """Steepest slope at zero that still maps (0, 1] near 1: https://kellerjordan.github.io/posts/muon/"""
@@ -53,6 +54,9 @@ again before they pass 1. Two chunks do for the usual 5 steps: https://tridao.me
 
 BATCH_ELEMENTS = 1 << 26
 """Elements in one batch at most: 256 MB in float32."""
+
+STRIP_PADDING = 16
+"""Elements between the rows of a product that is computed in strips: one cache line in float32."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,10 @@ class NewtonSchulz:
                 'ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"'
             )
 
-    def compute_dtype(self, device: torch.device) -> torch.dtype:
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
         """float32 on the CPU, where bfloat16 products are up to 100 times slower; bfloat16 elsewhere."""
         if self.dtype == "auto":
-            return torch.float32 if device.type == "cpu" else torch.bfloat16
+            return torch.float32 if x.is_cpu else torch.bfloat16
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
@@ -150,7 +154,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
 def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
     """`orthogonalize` of one matrix (R, C), or of all slices of a stack (E, R, C) as one batch."""
-    dtype = settings.compute_dtype(matrix.device)
+    dtype = settings.compute_dtype(matrix)
     x = matrix if matrix.dtype == dtype else matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -158,8 +162,7 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
     if settings.arithmetic == "separate":
         x = _standard_separate(x, settings)
     else:
-        x = _normalize(x, settings)
-        x = _iterate(x, settings.coefficients, choose_form(x, settings.form))
+        x = _iterate(x, settings, choose_form(x, settings.form))
     return x.mT if tall else x
 
 
@@ -194,8 +197,8 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
     In units of 2 R^3, five steps take 5 (2 C/R + 1) in the standard form and 14 + 4 C/R in the Gram form, which
     therefore wins from C/R of 1.5.
     """
-    rows, cols = x.shape[-2:]
-    measured = x.dtype == torch.float32 and x.device.type == "cpu"
+    rows, cols = x.size(-2), x.size(-1)
+    measured = x.is_cpu and x.dtype == torch.float32
     use_onednn = measured and x.ndim == 2 and rows >= ONEDNN_ROWS and onednn.pays()
     if measured and not use_onednn:
         choice = _table_entry(rows, cols, x.ndim > 2)
@@ -259,19 +262,18 @@ def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
     return x / size.clamp_min_(settings.eps)
 
 
-def _iterate(x: Tensor, coefficients: Sequence[Triple], choice: FormChoice) -> Tensor:
-    """All steps on a normalised x (..., R, C), R <= C."""
+def _iterate(x: Tensor, settings: NewtonSchulz, choice: FormChoice) -> Tensor:
+    """All steps on x (..., R, C), R <= C, normalised first: the normalised copy is freed with the first step."""
+    steps = settings.coefficients
     if choice.form == "standard" and not (choice.wide_depth or choice.depth or choice.onednn):
-        return _standard(x, coefficients)
-    chunks = (
-        _chunks(coefficients) if choice.form == "gram" else [[triple] for triple in coefficients]
-    )
-    return _by_gram(x, chunks, choice)
+        return _standard(_normalize(x, settings), steps)
+    chunks = _chunks(steps) if choice.form == "gram" else [[triple] for triple in steps]
+    return _by_gram(_normalize(x, settings), chunks, choice)
 
 
 def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
     """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
-    mm, addmm = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
+    mm, addmm = _products(x.ndim)
     gram = mm(x, x.mT)
     # contiguous, as new results are: some CPUs multiply transposed operands in another order
     update, result, spare = (
@@ -289,29 +291,31 @@ def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
 def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], choice: FormChoice) -> Tensor:
     """Iterate on the Gram matrix G = X X^T (R, R) alone, collect the polynomial Q, and apply it: X = Q X.
 
-    Every factor is a polynomial in G, so all of them commute and every product is symmetric. With W = a I + b G + c G^2
-    a step is Q = Q W and G = W G W. Q is applied and G formed anew after every chunk of steps; chunks of one step are
-    the standard form, longer ones the Gram form (see the restart's constants).
+    Every factor is a polynomial in G, so all of them commute and every product is symmetric. With P = b G + c G^2 a
+    step is Q = Q (a I + P) and G = (a I + P) G (a I + P). Q is applied and G formed anew after every chunk of steps;
+    chunks of one step are the standard form, longer ones the Gram form (see the restart's constants).
     """
-    wide: Callable[..., Tensor] = partial(symmetric_product, depth=choice.wide_depth)
-    square: Callable[..., Tensor] = partial(symmetric_product, depth=choice.depth)
     if choice.onednn:
-        x = x.contiguous()  # oneDNN would copy a transposed left operand in every product
-        wide = square = onednn.product
+        x = x.contiguous()  # it would copy a transposed left operand in every product
+    mm, _ = _products(x.ndim)
+    wide, square = _symmetric_products(x.ndim, choice)
     for chunk in chunks:
         gram = wide(x, x.mT)
         poly = None
         for i, (a, b, c) in enumerate(chunk):
-            if choice.onednn:  # its products take no addend
-                step = square(gram, gram).mul_(c).add_(gram, alpha=b)
-            else:
-                step = square(gram, gram, add=gram, beta=b, alpha=c)
-            step.diagonal(dim1=-2, dim2=-1).add_(a)
-            poly = step if poly is None else square(poly, step)
+            step = square(gram, gram, gram, beta=b, alpha=c)
             if i + 1 < len(chunk):
-                gram = square(square(gram, step), step)
+                # a Y + Y P, not Y (a I + P): one rounding, and no walk along a diagonal, which misses caches
+                gram = square(gram, gram, step, beta=a)
+                gram = square(gram, gram, step, beta=a)
+            if poly is None:
+                poly = step
+                poly.diagonal(dim1=-2, dim2=-1).add_(a)
+            else:
+                poly = square(poly, poly, step, beta=a)
         assert poly is not None
-        x = onednn.product(poly, x) if choice.onednn else poly @ x
+        # in the layout of x: a parameter adds a transposed update several times slower
+        x = onednn.mm(poly, x) if choice.onednn else mm(poly, x, out=torch.empty_like(x))
     return x
 
 
@@ -323,27 +327,40 @@ def _chunks(coefficients: Sequence[Triple]) -> list[Sequence[Triple]]:
     return chunks
 
 
+def _products(ndim: int) -> tuple[Product, Product]:
+    """left @ right, and beta add + alpha left @ right of (add, left, right), of matrices or of batches."""
+    return (torch.mm, torch.addmm) if ndim == 2 else (torch.bmm, torch.baddbmm)
+
+
+def _symmetric_products(ndim: int, choice: FormChoice) -> tuple[Product, Product]:
+    """The same two where the result is known to be symmetric: the first for X X^T, the second for (R, R) factors."""
+    if choice.onednn:
+        return onednn.mm, onednn.addmm
+    mm, addmm = _products(ndim)
+    if choice.wide_depth:
+        mm = partial(symmetric_product, None, depth=choice.wide_depth)
+    if choice.depth:
+        addmm = partial(symmetric_product, depth=choice.depth)
+    return mm, addmm
+
+
 def symmetric_product(
+    add: Tensor | None,
     left: Tensor,
     right: Tensor,
     *,
     depth: int,
-    add: Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> Tensor:
-    """beta add + alpha left @ right, (..., R, R), where the caller knows that the result is symmetric.
+    """beta add + alpha left @ right, (R, R), where the caller knows that the result is symmetric.
 
-    With `depth` d > 0 matrices (not batches) are multiplied in 2^d strips of rows, each up to its end of the diagonal,
-    and mirrored: (1 + 2^-d) / 2 of the FLOPs.
+    It is multiplied in 2^depth strips of rows, each up to its end of the diagonal, and mirrored: (1 + 2^-depth) / 2 of
+    the FLOPs. The result's rows are a few elements apart: in rows whose length is a power of two, those that mirroring
+    reads as columns would share cache sets.
     """
-    if depth == 0:
-        if add is None:
-            return left @ right
-        addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
-        return addmm(add, left, right, beta=beta, alpha=alpha)
     rows = left.size(0)
-    out = left.new_empty(rows, rows)
+    out = left.new_empty(rows, rows + STRIP_PADDING)[:, :rows]
     for i in range(1 << depth):
         top, end = rows * i >> depth, rows * (i + 1) >> depth
         strip = out[top:end, :end]

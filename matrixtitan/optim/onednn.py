@@ -29,6 +29,14 @@ def pays() -> bool:
     )
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def mm(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, (R, K) and (K, C) to (R, C), float32 on the CPU, without autograd. `left` should be contiguous."""
     return torch.ops.mkldnn._linear_pointwise(left, right.mT, None, "none", [], "")
+
+
+def addmm(add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    """beta add + alpha left @ right, as `mm`."""
+    out = mm(left, right)
+    if alpha != 1.0:
+        out.mul_(alpha)
+    return out.add_(add, alpha=beta)

@@ -105,7 +105,7 @@ class MuonExchange(ABC):
                     continue
                 params.append(param)
                 shape = (param.size(0), param.size(1))
-                dtype = settings.compute_dtype(param.device)
+                dtype = settings.compute_dtype(param)
                 updates.append(
                     ShardedUpdate(fqn, local, shape, group["block_rows"], dtype, param.device)
                 )
@@ -363,7 +363,7 @@ def _local_update(
     update = momentum_update(
         _local(param.grad), _local(buffer), group["momentum"], group["nesterov"]
     )
-    return update.to(settings.compute_dtype(update.device))
+    return update.to(settings.compute_dtype(update))
 
 
 def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGroup) -> None:

@@ -145,10 +145,10 @@ def test_symmetric_products_in_strips(
     x = random_matrix(seed, rows, inner)
     gram = x @ x.mT
     if added:
-        product = symmetric_product(gram, gram, depth=depth, add=gram, beta=-2.0, alpha=0.5)
+        product = symmetric_product(gram, gram, gram, depth=depth, beta=-2.0, alpha=0.5)
         expected = -2.0 * gram.double() + 0.5 * gram.double() @ gram.double()
     else:
-        product = symmetric_product(x, x.mT, depth=depth)
+        product = symmetric_product(None, x, x.mT, depth=depth)
         expected = gram.double()
     torch.testing.assert_close(
         product.double(), expected, atol=1e-5 * float(expected.abs().max()) + 1e-6, rtol=0
@@ -195,6 +195,13 @@ def test_onednn_and_halved_products_agree(
         monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda pays=pays: pays)
         result = orthogonalize_one(matrix, make_newton_schulz(form=form, dtype="float32"))
         torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(384, 128), (128, 384), (3, 96, 24)])
+def test_the_gram_form_gives_results_in_the_layout_of_the_matrix(shape: tuple[int, ...]) -> None:
+    """A transposed one is several times slower to add to a parameter."""
+    matrices = torch.randn(shape)
+    assert orthogonalize_one(matrices, make_newton_schulz(form="gram")).is_contiguous()
 
 
 def test_zeros_stay_zeros() -> None:
