@@ -1,10 +1,11 @@
 """Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, ours against torch.optim.Muon's, in one run.
 
-    python tools/ns_gpu.py                every form of every shape, with the best batch limit; then Llama 8B's matrices
+    python tools/ns_gpu.py                every form of every shape; batches; then Llama 8B's matrices
     python tools/ns_gpu.py --seconds 0.5  longer samples
 
 Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
-the same run, that a call's own FLOPs reach. What the first table shows is written down in `newton_schulz.choose_form`.
+the same run, that a call's own FLOPs reach. The first two tables are what `newton_schulz.choose_form` and the "cuda"
+entry of `BATCH_LIMIT` should follow; those stand on FLOPs and on a guess so far.
 """
 
 from __future__ import annotations

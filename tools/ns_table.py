@@ -1,6 +1,6 @@
 """Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
 
-    python tools/ns_table.py --write       measure and rewrite matrixtitan/optim/newton_schulz_table.py
+    python tools/ns_table.py --write       measure and rewrite matrixtitan/optim/newton_schulz_table.py (13 minutes)
     python tools/ns_table.py --report      our time against the plain iteration's, one thread, float32
 
 Runs read the table and never measure: two runs of one config do the same arithmetic. Candidates are timed in
@@ -46,7 +46,7 @@ REPORT_SHAPES = (
 )
 SEVERAL = 4
 MARGIN = 1.03
-"""Any other than the plain standard form must be so much faster: nothing is changed for noise."""
+"""What replaces the standard form in whole products, or calls one by one, must be so much faster, for noise."""
 
 TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
 
@@ -147,16 +147,19 @@ def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormCho
 
 def batch_limit(seconds: float) -> int:
     """The largest size up to which 8 matrices are faster as one batch, for square and for 1:3 matrices."""
+    alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
+
+    def as_batch(matrices: list[Tensor]) -> Tensor:
+        return ns.orthogonalize_one(torch.stack(matrices), together)
+
     limit = 0
     for rows in BATCH_SIZES:
         for ratio in (1, 3):
             matrices = [torch.randn(rows, rows * ratio) for _ in range(8)]
-            alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
-            stack = torch.stack(matrices)
             one_by_one, batched = alternating_medians(
                 [
                     partial(ns.orthogonalize, matrices, alone),
-                    partial(ns.orthogonalize_one, stack, together),
+                    partial(as_batch, matrices),
                 ],
                 seconds,
             )
@@ -202,9 +205,9 @@ def measured_forms(sizes: Sequence[int], batch: int, seconds: float) -> str:
 
 
 def write_table(seconds: float) -> None:
-    """Measure everything and write the module."""
+    """Measure everything and write the module; its two limits follow from the table that was there before."""
     limit = batch_limit(seconds)
-    batched_sizes = [size for size in BATCH_SIZES if size <= limit]
+    batched_sizes = [size for size in BATCH_SIZES if size <= max(limit, BATCH_SIZES[0])]
     TABLE.write_text(
         TEMPLATE.format(
             forms=measured_forms(SIZES, 0, seconds),
@@ -216,7 +219,7 @@ def write_table(seconds: float) -> None:
 
 
 def report(seconds: float) -> None:
-    """Print our speed over the plain iteration's, and both forms' errors, for a list of shapes.
+    """Print our speed over the plain iteration's, and the errors of both, for a list of shapes.
 
     The second ratio is that of SEVERAL matrices, as a model has them, where the plain iteration loops over them.
     """

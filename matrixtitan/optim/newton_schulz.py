@@ -140,7 +140,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
     Singular values land in about [0.7, 1.2] with the quintic coefficients. Results come in the order given, of the
     same shapes, in the dtype of the iteration. Equal shapes are multiplied as one batch where the table says that it
-    is faster. Inputs are not changed.
+    is faster. Inputs are not changed, and gradients do not flow through: call it under `torch.no_grad()`.
     """
     if len(matrices) == 1 and matrices[0].ndim == 2:
         return [orthogonalize_one(matrices[0], settings)]
@@ -192,7 +192,7 @@ def _table_entry(rows: int, cols: int, batched: bool) -> FormChoice:
 
 
 def choose_form(x: Tensor, form: Form) -> FormChoice:
-    """What to do with x (..., R, C), R <= C: from the measured table for float32 on the CPU, by FLOPs elsewhere.
+    """What to do with x (..., R, C), R <= C: by the measured table in float32 on the CPU, by FLOPs otherwise.
 
     In units of 2 R^3, five steps take 5 (2 C/R + 1) in the standard form and 14 + 4 C/R in the Gram form, which
     therefore wins from C/R of 1.5.
@@ -218,7 +218,7 @@ def together(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list
         by_shape.setdefault(tuple(shape), []).append(i)
     calls = []
     for shape, indices in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // prod(shape)) if _batch_pays(shape, device) else 1
+        size = max(1, BATCH_ELEMENTS // max(1, prod(shape))) if _batch_pays(shape, device) else 1
         calls += [indices[start : start + size] for start in range(0, len(indices), size)]
     return calls
 
@@ -263,7 +263,7 @@ def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
 
 
 def _iterate(x: Tensor, settings: NewtonSchulz, choice: FormChoice) -> Tensor:
-    """All steps on x (..., R, C), R <= C, normalised first: the normalised copy is freed with the first step."""
+    """All steps on x (..., R, C), R <= C, normalised first; no caller keeps the normalised copy alive."""
     steps = settings.coefficients
     if choice.form == "standard" and not (choice.wide_depth or choice.depth or choice.onednn):
         return _standard(_normalize(x, settings), steps)
@@ -272,13 +272,16 @@ def _iterate(x: Tensor, settings: NewtonSchulz, choice: FormChoice) -> Tensor:
 
 
 def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
-    """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit."""
+    """The iteration as it is usually written, whole products, one rounding each: torch.optim.Muon's to the bit.
+
+    It may overwrite x.
+    """
     mm, addmm = _products(x.ndim)
     gram = mm(x, x.mT)
+    update = torch.empty_like(gram)
     # contiguous, as new results are: some CPUs multiply transposed operands in another order
-    update, result, spare = (
-        torch.empty_like(y, memory_format=torch.contiguous_format) for y in (gram, x, x)
-    )
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    spare = x if x.is_contiguous() else torch.empty_like(result)
     for i, (a, b, c) in enumerate(coefficients):
         if i:
             mm(x, x.mT, out=gram)
@@ -305,7 +308,7 @@ def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], choice: FormChoice) 
         for i, (a, b, c) in enumerate(chunk):
             step = square(gram, gram, gram, beta=b, alpha=c)
             if i + 1 < len(chunk):
-                # a Y + Y P, not Y (a I + P): one rounding, and no walk along a diagonal, which misses caches
+                # a Y + Y P, not Y (a I + P): without a walk along the diagonal, which misses caches
                 gram = square(gram, gram, step, beta=a)
                 gram = square(gram, gram, step, beta=a)
             if poly is None:
@@ -314,7 +317,7 @@ def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], choice: FormChoice) 
             else:
                 poly = square(poly, poly, step, beta=a)
         assert poly is not None
-        # in the layout of x: a parameter adds a transposed update several times slower
+        # not oneDNN's, but the others in the layout of x: a parameter adds a transposed one several times slower
         x = onednn.mm(poly, x) if choice.onednn else mm(poly, x, out=torch.empty_like(x))
     return x
 

@@ -40,7 +40,10 @@ def test_auto_is_bfloat16_and_near_orthogonal(form: Any, shape: tuple[int, ...])
     assert result.dtype == torch.bfloat16
     for matrix in result.reshape(-1, *shape[-2:]) if shape[-1] > shape[-2] else ():
         assert_orthogonal(matrix.float().cpu(), 0.6, 1.3)
-    assert torch.linalg.matrix_norm(result.float(), 2).max() < 1.3
+    # a square one has singular values near 0, which five steps do not lift
+    norms = torch.linalg.matrix_norm(result.float(), 2)
+    assert norms.min() > 0.9
+    assert norms.max() < 1.3
 
 
 @pytest.mark.parametrize("optimizer_class", [SOAP, Shampoo])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matrixtitan.optim.newton_schulz import (
     FormChoice,
+    _iterate,
     choose_form,
     make_newton_schulz,
     orthogonalize,
@@ -186,7 +187,7 @@ def test_onednn_is_taken_for_large_float32_matrices_where_it_pays(
 )
 @pytest.mark.parametrize("shape", [(130, 130), (130, 391), (391, 130)])
 @pytest.mark.parametrize("form", ["standard", "gram"])
-def test_onednn_and_halved_products_agree(
+def test_onednn_and_mkl_agree(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], form: Any
 ) -> None:
     """Both ways on any machine, whichever it takes by itself; transposed products once cost a digit here."""
@@ -197,9 +198,24 @@ def test_onednn_and_halved_products_agree(
         torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(384, 128), (128, 384), (3, 96, 24)])
-def test_the_gram_form_gives_results_in_the_layout_of_the_matrix(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("depths", [(2, 0), (0, 2), (1, 3), (3, 3)])
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("tall", [False, True])
+def test_strips_in_the_whole_iteration(depths: tuple[int, int], form: Any, tall: bool) -> None:
+    """Padded operands feed further strips; at 61 rows the strips are not equal."""
+    matrix = random_matrix(1, 130, 61) if tall else random_matrix(1, 61, 130)
+    choice = FormChoice(form, *depths, onednn=False)
+    result = _iterate(matrix.mT if tall else matrix, make_newton_schulz(), choice)
+    result = result.mT if tall else result
+    torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(384, 128), (3, 96, 24)])
+def test_the_gram_form_gives_results_in_the_layout_of_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
     """A transposed one is several times slower to add to a parameter."""
+    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
     matrices = torch.randn(shape)
     assert orthogonalize_one(matrices, make_newton_schulz(form="gram")).is_contiguous()
 
