@@ -24,6 +24,17 @@ CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "train_configs"
 EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
 """Runs any config on the tokenizer and data that every machine has."""
 
+NOT_NEGATIVE = (
+    "lr",
+    "weight_decay",
+    "tail_lr",
+    "tail_weight_decay",
+    "tail_eps",
+    "eps",
+    "graft_eps",
+)
+"""Keys of [optimizer] that must be finite too."""
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -416,8 +427,8 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
         if isinstance(value, Mapping):
             return _from_table(typing.cast(type[Any], hint), value, name, where)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
+            return float(value)  # nan, which equals nothing, would pass every comparison below
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"{where}: {name} must be {type_name(hint)}, not {value!r}")
@@ -506,7 +517,6 @@ def _problems(config: Config) -> Iterator[str]:
         "training.steps": training.steps,
         "training.seq_len": training.seq_len,
         "training.local_batch_size": training.local_batch_size,
-        "optimizer.ns_steps": config.optimizer.ns_steps,
         "optimizer.precondition_frequency": config.optimizer.precondition_frequency,
         "checkpoint.interval": config.checkpoint.interval,
         "metrics.log_freq": config.metrics.log_freq,
@@ -522,8 +532,6 @@ def _problems(config: Config) -> Iterator[str]:
     not_negative: dict[str, float] = {
         "training.max_norm": training.max_norm,
         "training.gc_freq": training.gc_freq,
-        "optimizer.lr": config.optimizer.lr,
-        "optimizer.tail_lr": config.optimizer.tail_lr,
         "parallelism.prefetch": parallelism.prefetch,
         "parallelism.dry_run_world_size": parallelism.dry_run_world_size,
         "checkpoint.keep_latest_k": config.checkpoint.keep_latest_k,
@@ -584,13 +592,49 @@ def _problems(config: Config) -> Iterator[str]:
         yield "lr_scheduler.warmup_steps and decay_ratio overlap; lower one of them"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k is 1; keep at least 2, since the newest may be incomplete (0 keeps all)"
-    for name in ("tail_betas", "betas"):
-        if len(getattr(config.optimizer, name)) != 2:
-            yield f"optimizer.{name} must hold two numbers"
+    yield from _optimizer_problems(config.optimizer)
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdigit() and int(option) > 0):
         yield f"activation_checkpoint.selective_ac_option is {option!r}; write op or a number of blocks"
     yield from _missing_files(config)
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
+    values = [
+        *((f"optimizer.{name}", getattr(optimizer, name)) for name in NOT_NEGATIVE),
+        *(
+            (f"optimizer.groups[{i}].{name}", getattr(group, name) or 0.0)
+            for i, group in enumerate(optimizer.groups)
+            for name in ("lr", "weight_decay")
+        ),
+    ]
+    for name, value in values:
+        if not 0 <= value < float("inf"):
+            yield f"{name} is {value}; it must be finite and not negative"
+    for i, group in enumerate(optimizer.groups):
+        if not group.pattern:
+            yield f"optimizer.groups[{i}] has no pattern; write which parameters it is for"
+    for name in ("tail_betas", "betas"):
+        betas = getattr(optimizer, name)
+        if len(betas) != 2:
+            yield f"optimizer.{name} must hold two numbers"
+        for i, beta in enumerate(betas):
+            sums = optimizer.name == "shampoo" and name == "betas" and i == 1 and beta == 1
+            if not (0 <= beta < 1 or sums):
+                yield f"optimizer.{name} holds {beta}; each must be at least 0 and below 1"
+    if not 0 <= optimizer.momentum < 1:
+        yield f"optimizer.momentum is {optimizer.momentum}; it must be at least 0 and below 1"
+    if not 1 <= optimizer.ns_steps < 100:
+        yield f"optimizer.ns_steps is {optimizer.ns_steps}; it must be from 1 to 99"
+    if not isinstance(optimizer.ns_coefficients, str):
+        triples = optimizer.ns_coefficients
+        if not triples or any(len(triple) != 3 for triple in triples):
+            yield "optimizer.ns_coefficients must hold triples of numbers, one per step"
+        if len(triples) > optimizer.ns_steps:
+            yield (
+                f"optimizer.ns_coefficients holds {len(triples)} triples for optimizer.ns_steps {optimizer.ns_steps}; "
+                "raise the steps or leave triples out"
+            )
 
 
 def _missing_files(config: Config) -> Iterator[str]:

@@ -7,8 +7,9 @@ Owns input checks, state allocation and the cut into blocks. It holds no update 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         group = self.param_groups[-1]
         check_range("lr", group["lr"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
+        block_rows = group["block_rows"]
+        if block_rows is not None:
+            check_range("block_rows", block_rows, 1)
         for name, param in named_params(group):
             if param.ndim not in (2, 3):
                 raise ValueError(
@@ -42,7 +46,6 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                 )
             if param.is_complex():
                 raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
-            block_rows = group["block_rows"]
             if block_rows is not None and param.ndim == 2 and param.size(0) % block_rows:
                 raise ValueError(
                     f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows"
@@ -87,7 +90,15 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             self.state[param].update(self.initial_state(param, group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class does, but state keeps its dtype: float32 beside bfloat16 parameters too."""
+        """As the base class does, but state keeps its dtype: float32 beside bfloat16 parameters too.
+
+        ValueError where the state is another optimizer's.
+        """
+        for group in state_dict["param_groups"]:
+            if missing := [name for name in self.defaults if name not in group]:
+                raise ValueError(
+                    f"the state is not {type(self).__name__}'s: its parameter groups lack {', '.join(missing)}"
+                )
         super().load_state_dict(state_dict)
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -126,8 +137,14 @@ def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
 def check_range(
     name: str, value: float, low: float, high: float = float("inf"), *, open_high: bool = False
 ) -> None:
-    """ValueError unless low <= value <= high, or < high with `open_high`."""
-    if not low <= value <= high or (open_high and value == high):
+    """ValueError unless `value` is finite and low <= value <= high, or < high with `open_high`."""
+    if not (isfinite(value) and low <= value <= high) or (open_high and value == high):
         raise ValueError(
             f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}"
         )
+
+
+def check_betas(betas: Sequence[float]) -> None:
+    """ValueError unless there are two."""
+    if len(betas) != 2:
+        raise ValueError(f"betas is {tuple(betas)}; it must hold two numbers")

@@ -77,6 +77,7 @@ class Muon(MatrixOptimizer):
 
     def check_group(self, group: ParamGroup) -> None:
         check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
+        check_range("eps", group["eps"], 0.0)
         learning_rate_scale(group["scale"], 1, 1)
         newton_schulz_of(group)
 

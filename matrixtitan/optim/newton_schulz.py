@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -111,8 +111,8 @@ def make_newton_schulz(
 
     Where a list is shorter than `steps` its last triple is repeated. Raises ValueError for anything else.
     """
-    if not 1 <= steps < 100:
-        raise ValueError(f"ns_steps is {steps}; it must be from 1 to 99")
+    if not isinstance(steps, int) or not 1 <= steps < 100:
+        raise ValueError(f"ns_steps is {steps}; it must be a whole number from 1 to 99")
     margin = POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1.0
     triples = _triples(coefficients)
     padded = (triples + triples[-1:] * steps)[:steps]
@@ -125,13 +125,15 @@ def _triples(coefficients: str | Sequence[float] | Sequence[Sequence[float]]) ->
     if coefficients == "polar_express":
         s = POLAR_EXPRESS_SAFETY
         return (*((a / s, b / s**3, c / s**5) for a, b, c in POLAR_EXPRESS[:-1]), POLAR_EXPRESS[-1])
-    rows: list[Any] = [] if isinstance(coefficients, str) else list(coefficients)
+    rows: list[Any] = list(coefficients) if isinstance(coefficients, Sequence) else []
     if rows and not isinstance(rows[0], Sequence):
         rows = [rows]
     if rows and all(isinstance(row, Sequence) and len(row) == 3 for row in rows):
-        return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+        numbers = [number for row in rows for number in row]
+        if all(isinstance(number, (int, float)) and isfinite(number) for number in numbers):
+            return tuple((float(a), float(b), float(c)) for a, b, c in rows)
     raise ValueError(
-        f"ns_coefficients is {coefficients!r}; give 'quintic', 'polar_express', three numbers, or a list of threes"
+        f"ns_coefficients is {coefficients!r}; give 'quintic', 'polar_express', three finite numbers or a list of such"
     )
 
 

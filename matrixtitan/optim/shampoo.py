@@ -15,6 +15,7 @@ from torch import Tensor
 from matrixtitan.optim.matrix_optimizer import (
     MatrixOptimizer,
     ParamGroup,
+    check_betas,
     check_range,
     named_params,
 )
@@ -72,6 +73,7 @@ class Shampoo(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
+        check_betas(group["betas"])
         check_range("betas[0]", group["betas"][0], 0.0, 1.0, open_high=True)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
         check_range("epsilon", group["epsilon"], 0.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from matrixtitan.optim.matrix_optimizer import (
     MatrixOptimizer,
     ParamGroup,
+    check_betas,
     check_range,
     named_params,
 )
@@ -67,8 +68,9 @@ class SOAP(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
-        for beta in group["betas"]:
-            check_range("betas", beta, 0.0, 1.0, open_high=True)
+        check_betas(group["betas"])
+        for i, beta in enumerate(group["betas"]):
+            check_range(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
         check_range("shampoo_beta", group["shampoo_beta"], -float("inf"), 1.0, open_high=True)
         check_range("eps", group["eps"], 0.0)
         check_range("precondition_frequency", group["precondition_frequency"], 1)

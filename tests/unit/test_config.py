@@ -140,6 +140,32 @@ MISTAKES = [
     ("", ("--data.sources", '[{type = "text"}]'), "needs a path"),
     ("", ("--data.sources", '[{kind = "text"}]'), r"unknown key data\.sources\[0\]\.kind"),
     ("steps = [", (), "not a TOML file"),
+    ("", ("--optimizer.lr", "nan"), r"optimizer\.lr must be number, not nan"),
+    ("", ("--optimizer.ns_coefficients", "[[nan, 0, 0]]"), r"optimizer\.ns_coefficients must be"),
+    ("", ("--optimizer.tail_lr", "inf"), r"optimizer\.tail_lr is inf; it must be finite"),
+    ("", ("--optimizer.tail_weight_decay", "-1"), r"optimizer\.tail_weight_decay is -1\.0"),
+    ("", ("--optimizer.tail_betas", "[0.9, 1.5]"), r"optimizer\.tail_betas holds 1\.5"),
+    ("", ("--optimizer.betas", "[0.9]"), r"optimizer\.betas must hold two"),
+    ("", ("--optimizer.betas", "[0.9, 1]"), r"optimizer\.betas holds 1\.0"),
+    ("", ("--optimizer.momentum", "1.5"), r"optimizer\.momentum is 1\.5"),
+    ("", ("--optimizer.ns_steps", "100"), r"optimizer\.ns_steps is 100"),
+    (
+        "",
+        ("--optimizer.ns_coefficients", "[[1, 2]]"),
+        r"optimizer\.ns_coefficients must hold triples",
+    ),
+    ("", ("--optimizer.ns_coefficients", "[]"), r"optimizer\.ns_coefficients must hold triples"),
+    (
+        "",
+        ("--optimizer.ns_coefficients", "[[1, 2, 3], [1, 2, 3]]", "--optimizer.ns_steps", "1"),
+        r"holds 2 triples for optimizer\.ns_steps 1",
+    ),
+    ("", ("--optimizer.groups", "[{lr = 1}]"), r"optimizer\.groups\[0\] has no pattern"),
+    (
+        "",
+        ("--optimizer.groups", '[{pattern = "*", lr = -1}]'),
+        r"optimizer\.groups\[0\]\.lr is -1\.0",
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from matrixtitan.optim import SOAP, Shampoo, shampoo, soap
+from matrixtitan.optim import SOAP, Muon, Shampoo, shampoo, soap
 from matrixtitan.optim.matrix_roots import (
     DecompositionError,
     eigenbasis,
@@ -333,6 +333,8 @@ def test_state_stays_float32_beside_bfloat16_parameters(
     ("optimizer_class", "options", "message"),
     [
         (SOAP, {"betas": (0.9, 1.0)}, "betas"),
+        (SOAP, {"betas": (0.9,)}, "betas is .* two"),
+        (Shampoo, {"betas": (0.9,)}, "betas is .* two"),
         (SOAP, {"precondition_frequency": 0}, "precondition_frequency"),
         (SOAP, {"shampoo_beta": 1.0}, "shampoo_beta"),
         (Shampoo, {"graft": ("lion", 0.9)}, "graft is"),
@@ -346,3 +348,9 @@ def test_wrong_options_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer_class([nn.Parameter(torch.zeros(4, 4))], **options)
+
+
+def test_another_optimizers_state_is_refused() -> None:
+    soap, muon = (kind([nn.Parameter(torch.zeros(4, 4))]) for kind in (SOAP, Muon))
+    with pytest.raises(ValueError, match=r"not Muon's: its parameter groups lack .*momentum"):
+        muon.load_state_dict(soap.state_dict())

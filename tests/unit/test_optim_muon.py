@@ -182,6 +182,16 @@ def test_state_dict_round_trip_continues_the_trajectory() -> None:
         ({"ns_form": "fast"}, "ns_form"),
         ({"ns_form": "gram", "ns_arithmetic": "separate"}, "standard"),
         ({"block_rows": 3}, "block_rows 3 does not divide its 4 rows"),
+        ({"block_rows": 0}, "block_rows is 0"),
+        ({"block_rows": -2}, "block_rows is -2"),
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"eps": float("nan")}, "eps is nan"),
+        ({"eps": -1.0}, "eps is -1"),
+        ({"ns_steps": 2.5}, "ns_steps is 2.5"),
+        ({"ns_coefficients": None}, "ns_coefficients is None"),
+        ({"ns_coefficients": [(1.0, 2.0, "x")]}, "ns_coefficients"),
+        ({"ns_coefficients": [(float("nan"), 0, 0)]}, "ns_coefficients"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
