@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import glob
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -427,8 +428,10 @@ def _convert(value: Any, hint: Any, name: str, where: str) -> Any:
         if isinstance(value, Mapping):
             return _from_table(typing.cast(type[Any], hint), value, name, where)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
-            return float(value)  # nan, which equals nothing, would pass every comparison below
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = float(value)
+            if not math.isnan(number):  # it would pass comparisons in `validate`
+                return number
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"{where}: {name} must be {type_name(hint)}, not {value!r}")
@@ -609,7 +612,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
         ),
     ]
     for name, value in values:
-        if not 0 <= value < float("inf"):
+        if not 0 <= value < math.inf:
             yield f"{name} is {value}; it must be finite and not negative"
     for i, group in enumerate(optimizer.groups):
         if not group.pattern:

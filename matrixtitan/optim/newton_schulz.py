@@ -109,12 +109,14 @@ def make_newton_schulz(
 ) -> NewtonSchulz:
     """Settings from what a user writes: a set's name, one triple for every step, or a list of triples, one per step.
 
-    Where a list is shorter than `steps` its last triple is repeated. Raises ValueError for anything else.
+    Where a list is shorter than `steps` its last triple is repeated; a longer one is a ValueError, as is anything else.
     """
     if not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps is {steps}; it must be a whole number from 1 to 99")
     margin = POLAR_EXPRESS_SAFETY if coefficients == "polar_express" else 1.0
     triples = _triples(coefficients)
+    if not isinstance(coefficients, str) and len(triples) > steps:
+        raise ValueError(f"ns_coefficients holds {len(triples)} triples for ns_steps {steps}")
     padded = (triples + triples[-1:] * steps)[:steps]
     return NewtonSchulz(padded, eps, margin, dtype, form, arithmetic, batch)
 

@@ -190,6 +190,7 @@ def test_state_dict_round_trip_continues_the_trajectory() -> None:
         ({"eps": -1.0}, "eps is -1"),
         ({"ns_steps": 2.5}, "ns_steps is 2.5"),
         ({"ns_coefficients": None}, "ns_coefficients is None"),
+        ({"ns_coefficients": [(1, 2, 3)] * 3, "ns_steps": 2}, "holds 3 triples for ns_steps 2"),
         ({"ns_coefficients": [(1.0, 2.0, "x")]}, "ns_coefficients"),
         ({"ns_coefficients": [(float("nan"), 0, 0)]}, "ns_coefficients"),
     ],
