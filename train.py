@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from matrixtitan.config import ConfigError, load_config
+from matrixtitan.config import Config, ConfigError, load_config
 
 
 def main() -> int:
@@ -15,17 +15,26 @@ def main() -> int:
         print(f"config error: {error}", file=sys.stderr)
         return 2
 
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from matrixtitan.log import init_logger
-    from matrixtitan.trainer import Trainer
 
     init_logger()
     try:
-        with Trainer(config) as trainer:
-            trainer.train()
+        record(train)(
+            config
+        )  # torchrun ends with the error of the rank that failed first, not of any
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def train(config: Config) -> None:
+    from matrixtitan.trainer import Trainer
+
+    with Trainer(config) as trainer:
+        trainer.train()
 
 
 if __name__ == "__main__":

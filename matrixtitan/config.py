@@ -113,6 +113,9 @@ class TrainingConfig:
     on_nonfinite: Literal["stop", "skip"] = key(
         "stop", "a loss or gradient norm that is not finite: stop, or skip the step"
     )
+    max_consecutive_skips: int = key(
+        20, "with on_nonfinite skip: the run stops when it has skipped so many steps in a row"
+    )
 
 
 @dataclass(frozen=True)
@@ -520,6 +523,7 @@ def _problems(config: Config) -> Iterator[str]:
         "training.steps": training.steps,
         "training.seq_len": training.seq_len,
         "training.local_batch_size": training.local_batch_size,
+        "training.max_consecutive_skips": training.max_consecutive_skips,
         "optimizer.precondition_frequency": config.optimizer.precondition_frequency,
         "checkpoint.interval": config.checkpoint.interval,
         "metrics.log_freq": config.metrics.log_freq,

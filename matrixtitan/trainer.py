@@ -80,6 +80,7 @@ class Trainer:
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
+        self._make_dump_folder()
         self.microbatches = microbatches(
             training.global_batch_size, training.local_batch_size, self.world.size
         )
@@ -111,6 +112,7 @@ class Trainer:
             Checkpointer(config.checkpoint, config, self.strategy, self.optimizers, self.plan)
         )
         self.state = self.checkpointer.load() or TrainState()
+        self._consecutive_skips = 0
         self._check_data_order()
         place = (config, self.tokenizer, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
@@ -136,6 +138,13 @@ class Trainer:
     def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
         self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
 
+    def _make_dump_folder(self) -> None:
+        if self.world.rank == 0:
+            try:
+                self.dump_folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"job.dump_folder cannot be made: {error}") from error
+
     def _check_data_order(self) -> None:
         """A resumed run must go on in the same stream of windows: compared by content, beyond what the config says."""
         path = self.dump_folder / "data_stream.json"
@@ -150,7 +159,6 @@ class Trainer:
             logger.warning("%s; going on with it (data.allow_data_change)", message)
         dist.barrier()  # every rank has read it
         if self.world.rank == 0:
-            self.dump_folder.mkdir(parents=True, exist_ok=True)
             path.write_text(stream)
 
     def _stop_reading(self) -> None:
@@ -254,6 +262,7 @@ class Trainer:
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
                 self.strategy.step(self.optimizers)
+                self._consecutive_skips = 0
             else:
                 self._on_nonfinite(step, loss, grad_norm)
             self.strategy.model.zero_grad(set_to_none=True)
@@ -297,12 +306,22 @@ class Trainer:
             f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
         )
         message = f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before this step"
-        if self.config.training.on_nonfinite == "stop":
+        advice = (
+            "Lower the learning rate, look at the data of this step, or go back to an older checkpoint "
+            "(checkpoint.load_step)"
+        )
+        training = self.config.training
+        if training.on_nonfinite == "stop":
             raise NonFiniteError(
-                f"{message}. Lower the learning rate, look at the data of this step, or go on over such steps with "
-                'training.on_nonfinite = "skip"'
+                f'{message}. {advice}; training.on_nonfinite = "skip" goes on over such steps'
             )
         self.state.skipped_steps += 1
+        self._consecutive_skips += 1
+        if self._consecutive_skips >= training.max_consecutive_skips:
+            raise NonFiniteError(
+                f"{message}. {self._consecutive_skips} steps in a row were skipped (training.max_consecutive_skips). "
+                f"{advice}"
+            )
         if self.world.rank == 0:
             logger.warning("%s; skipped (%d so far)", message, self.state.skipped_steps)
 

@@ -45,6 +45,7 @@ from matrixtitan.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     random_tensors,
+    require_finite,
     restore_random,
     train_state_from,
     train_state_tensors,
@@ -153,6 +154,7 @@ class Checkpointer:
         """Save `step`; return for how many seconds training stood still.
 
         In the background if checkpoint.async_mode says so, but for the last one. A save still under way is waited for.
+        Weights or optimizer state with an inf or nan fail it: the checkpoints before are what a run can go back to.
         """
         started = time.perf_counter()
         if self._saving is not None and not self._saving.done() and self._rank == 0:
@@ -162,6 +164,11 @@ class Checkpointer:
         self.wait()
         contents = "model" if last and not now and self.config.last_save_model_only else "full"
         tensors = self._collect(state, contents)
+        try:
+            together(self._group, f"saving step {step}", lambda: require_finite(tensors))
+        except CheckpointError as error:
+            self._stop_or_log(error)
+            return time.perf_counter() - started
         side_files = self._side_files(state, contents)
         self._saving = Future()
         if self._stager is None or last or now:
@@ -215,12 +222,15 @@ class Checkpointer:
         try:
             saving.result()
         except CheckpointError as error:
-            if self.config.on_error == "stop":
-                raise
-            if self._rank == 0:
-                logger.error(
-                    "%s; training goes on without this checkpoint (checkpoint.on_error)", error
-                )
+            self._stop_or_log(error)
+
+    def _stop_or_log(self, error: CheckpointError) -> None:
+        if self.config.on_error == "stop":
+            raise error
+        if self._rank == 0:
+            logger.error(
+                "%s; training goes on without this checkpoint (checkpoint.on_error)", error
+            )
 
     def _collect(self, state: TrainState, contents: str) -> Tensors:
         weights = model_tensors(self._strategy.local_parameters())

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
+from matrixtitan.checkpoint.errors import CheckpointError
 from matrixtitan.checkpoint.row_segment import RowSegment, local_rows
 from matrixtitan.optim.build import StateTensor
 from matrixtitan.plan.local_param import LocalParam
@@ -103,6 +104,23 @@ def cast_floating(tensors: Tensors, dtype: torch.dtype) -> Tensors:
         return tensor.to(dtype)
 
     return {key: cast(tensor) for key, tensor in tensors.items()}
+
+
+def require_finite(tensors: Tensors) -> None:
+    """CheckpointError that names the first weight or optimizer state that holds an inf or nan.
+
+    Random generators' tensors may: `random_tensors` writes nan for "none".
+    """
+    for key, tensor in tensors.items():
+        rows = tensor.rows if isinstance(tensor, RowSegment) else tensor
+        if key.startswith("random.") or not rows.is_floating_point() or not rows.numel():
+            continue
+        largest = torch.linalg.vector_norm(rows, math.inf)  # nan if there is one; makes no copy
+        if not largest.isfinite():
+            raise CheckpointError(
+                f"{key} holds {largest.item()} in {rows.dtype}: lower the learning rate, or choose a wider "
+                "checkpoint.export_dtype for an export"
+            )
 
 
 def nested(tensors: Tensors) -> dict[str, Tensors]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import resource
@@ -288,6 +289,64 @@ def test_a_write_that_fails_on_one_rank_is_everyones_error(
     else:
         assert messages == ["", ""]
     assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-6"]
+
+
+def save_ruined(folder: str, spoil: str, on_error: str, **keys: Any) -> str:
+    """Saves whole at 2 and 6; at 4 one number on rank 1 is bad."""
+    checkpointer, run = make(folder, on_error=on_error, **keys)
+    with checkpointer:
+        checkpointer.save(2, TrainState(2))
+        if dist.get_rank() == 1:
+            held = {f"model.{param.fqn}": param.tensor.detach() for param in run.params}
+            held |= {f"optimizer.{state.fqn}.{state.name}": state.tensor for state in run.states}
+            held[spoil].view(-1)[-1] = math.inf if spoil.startswith("model") else math.nan
+        message = ""
+        try:
+            checkpointer.save(4, TrainState(4))
+        except CheckpointError as error:
+            message = str(error)
+        run.fill(0.0)
+        checkpointer.save(6, TrainState(6), last=True)
+    return message
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize(
+    ("spoil", "value"),
+    [
+        ("model.norm", "inf"),
+        ("optimizer.layers.1.w.momentum", "nan"),
+        ("optimizer.stack.step", "nan"),
+    ],
+)
+def test_ruined_numbers_on_one_rank_are_not_saved(
+    tmp_path: Path, spoil: str, value: str, on_error: str
+) -> None:
+    messages = on_ranks(save_ruined, 2, str(tmp_path), spoil, on_error, async_mode="async")
+    for message in messages:
+        if on_error == "stop":
+            assert "saving step 4 failed" in message
+            assert f"{spoil} holds {value}" in message and "(rank 1)" in message
+        else:
+            assert message == ""
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-6"]
+
+
+def export_too_large(folder: str) -> str:
+    checkpointer, run = make(folder, last_save_model_only=True, export_dtype="float16")
+    with checkpointer:
+        run.fill(1e5)  # float16 ends at 65504
+        try:
+            checkpointer.save(2, TrainState(2), last=True)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_weights_that_overflow_in_the_export_dtype_are_not_saved(tmp_path: Path) -> None:
+    for message in on_ranks(export_too_large, 1, str(tmp_path)):
+        assert "holds inf in torch.float16" in message
+    assert list((tmp_path / "checkpoint").iterdir()) == []
 
 
 def save_nothing(folder: str) -> list[str]:

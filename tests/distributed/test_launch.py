@@ -193,6 +193,15 @@ def test_a_config_mistake_is_answered_without_torchrun(runs: Runs) -> None:
     assert "torch" not in runs.log(process)
 
 
+def test_the_log_ends_with_the_error_of_the_rank_that_failed_first(runs: Runs) -> None:
+    process = runs.start("--job.dump_folder", "tiny.toml/out")  # only rank 0 makes it
+    assert runs.finish(process, 150) != 0
+    _, cause, last = runs.log(process).partition("Root Cause")
+    assert cause, runs.log(process)
+    assert "ValueError: job.dump_folder cannot be made: " in last
+    assert "'tiny.toml/out'" in last
+
+
 def _rank(runs: Runs, launcher: subprocess.Popen[bytes], rank: str) -> int:
     """The pid of a rank on this machine; a loader's worker has the same environment, but another parent."""
     for pid, environ in runs.alive().items():

@@ -242,8 +242,8 @@ class Outcome(NamedTuple):
     skipped_steps: int
 
 
-def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> Outcome:
-    """Train with `value` added to one rank's loss in one step; the error, weights before that step and at the end."""
+def poisoned(config: Config, bad_rank: int, bad_steps: list[int], value: float) -> Outcome:
+    """Train with `value` added to one rank's loss in some steps; the error, weights before the last and at the end."""
     with Trainer(config) as trainer:
         before: list[Tensor] = []
 
@@ -251,7 +251,7 @@ def poisoned(config: Config, bad_rank: int, bad_step: int, value: float) -> Outc
             return [param.tensor.detach().clone() for param in trainer.strategy.local_parameters()]
 
         def poison(module: torch.nn.Module, arguments: object, loss: Tensor) -> Tensor:
-            if trainer.state.step + 1 != bad_step:
+            if trainer.state.step + 1 not in bad_steps:
                 return loss
             before[:] = weights()
             return loss + value if trainer.world.rank == bad_rank else loss
@@ -276,7 +276,7 @@ def test_one_ranks_bad_loss_stops_all_before_the_update(
     corpus: Path, tmp_path: Path, strategy: str, value: float
 ) -> None:
     config = config_for(corpus, tmp_path, parallelism__strategy=strategy, metrics__log_freq=100)
-    for outcome in run_distributed(poisoned, 2, config, 1, 3, value):
+    for outcome in run_distributed(poisoned, 2, config, 1, [3], value):
         assert re.search(r"step 3: .* the loss of ranks \[1\]", outcome.message)
         assert "on_nonfinite" in outcome.message
         assert outcome.weights
@@ -288,13 +288,28 @@ def test_bad_steps_are_skipped_and_counted_where_asked_for(corpus: Path, tmp_pat
     config = config_for(
         corpus, tmp_path, training__on_nonfinite="skip", parallelism__strategy="matrix_fsdp"
     )
-    for outcome in run_distributed(poisoned, 2, config, 0, 2, math.nan):
+    for outcome in run_distributed(poisoned, 2, config, 0, [2], math.nan):
         assert outcome.message == ""
         assert outcome.skipped_steps == 1
         assert all(weight.isfinite().all() for weight in outcome.weights)
     found = curves(tmp_path)
     assert [math.isfinite(value) for _, value in found["loss/train"]] == [True, False, True, True]
     assert [step for step, _ in found["skipped_steps"]] == [2, 3, 4]
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(
+        corpus,
+        tmp_path,
+        training__on_nonfinite="skip",
+        training__max_consecutive_skips=2,
+        training__steps=6,
+        parallelism__strategy="matrix_fsdp",
+    )
+    for outcome in run_distributed(poisoned, 2, config, 1, [1, 3, 5, 6], math.nan):
+        assert "step 6: " in outcome.message  # not 3: step 2 was good
+        assert "training.max_consecutive_skips" in outcome.message
+        assert outcome.skipped_steps == 4
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
