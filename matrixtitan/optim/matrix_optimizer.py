@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import isfinite
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         check_range("weight_decay", group["weight_decay"], 0.0)
         block_rows = group["block_rows"]
         if block_rows is not None:
-            check_range("block_rows", block_rows, 1)
+            check_count("block_rows", block_rows, 1)
         for name, param in named_params(group):
             if param.ndim not in (2, 3):
                 raise ValueError(
@@ -92,20 +93,36 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the base class does, but state keeps its dtype: float32 beside bfloat16 parameters too.
 
-        ValueError where the state is another optimizer's.
+        ValueError where the state is another optimizer's, or of parameters of other shapes; nothing has changed then.
         """
         for group in state_dict["param_groups"]:
             if missing := [name for name in self.defaults if name not in group]:
                 raise ValueError(
                     f"the state is not {type(self).__name__}'s: its parameter groups lack {', '.join(missing)}"
                 )
-        super().load_state_dict(state_dict)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            for index, (name, param) in zip(saved["params"], named_params(group), strict=False):
+                if index in state_dict["state"]:
+                    self._check_state(name, param, saved, state_dict["state"][index])
+        super().load_state_dict(state_dict)  # refuses groups of other lengths
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, param in zip(indices, params, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if value.is_floating_point():
                     self.state[param][name] = value.to(param.device)
+
+    def _check_state(
+        self, name: str, param: Tensor, group: ParamGroup, state: dict[str, Tensor]
+    ) -> None:
+        """ValueError unless `state` has the names and shapes that `param` needs under the options of `group`."""
+        needed = self.initial_state(param.detach().to("meta"), group)
+        theirs, ours = ({(k, *t.shape) for k, t in tensors.items()} for tensors in (state, needed))
+        if theirs != ours:
+            raise ValueError(
+                f"the state of {name} holds {sorted(theirs - ours)}, where a parameter of shape {tuple(param.shape)} "
+                f"needs {sorted(ours - theirs)} (name and shape): load it into the model that it was saved from"
+            )
 
     @abstractmethod
     def check_group(self, group: ParamGroup) -> None:
@@ -142,6 +159,12 @@ def check_range(
         raise ValueError(
             f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}"
         )
+
+
+def check_count(name: str, value: object, low: int) -> None:
+    """ValueError unless `value` is a whole number, at least `low`."""
+    if not isinstance(value, Integral) or int(value) < low:
+        raise ValueError(f"{name} is {value}; it must be a whole number, at least {low}")
 
 
 def check_betas(betas: Sequence[float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from zlib import crc32
 
+from matrixtitan.optim.matrix_optimizer import check_count
 from matrixtitan.optim.matrix_roots import DecompositionError
 
 logger = logging.getLogger("matrixtitan")
@@ -22,6 +23,7 @@ class FailureCount:
     """Failed decompositions. A failure keeps the old basis; `limit` of them in a row for one factor raise."""
 
     def __init__(self, limit: int) -> None:
+        check_count("max_failures", limit, 1)
         self.limit = limit
         self.total = 0
         self._in_a_row: dict[str, int] = {}

@@ -16,6 +16,7 @@ from matrixtitan.optim.matrix_optimizer import (
     MatrixOptimizer,
     ParamGroup,
     check_betas,
+    check_count,
     check_range,
     named_params,
 )
@@ -77,8 +78,8 @@ class Shampoo(MatrixOptimizer):
         check_range("betas[0]", group["betas"][0], 0.0, 1.0, open_high=True)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
         check_range("epsilon", group["epsilon"], 0.0)
-        check_range("precondition_frequency", group["precondition_frequency"], 1)
-        check_range("max_preconditioner_dim", group["max_preconditioner_dim"], 1)
+        check_count("precondition_frequency", group["precondition_frequency"], 1)
+        check_count("max_preconditioner_dim", group["max_preconditioner_dim"], 1)
         _Graft.parse(group["graft"])
         if group["block_rows"] is not None:
             raise ValueError(

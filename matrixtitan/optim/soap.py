@@ -17,6 +17,7 @@ from matrixtitan.optim.matrix_optimizer import (
     MatrixOptimizer,
     ParamGroup,
     check_betas,
+    check_count,
     check_range,
     named_params,
 )
@@ -73,8 +74,8 @@ class SOAP(MatrixOptimizer):
             check_range(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
         check_range("shampoo_beta", group["shampoo_beta"], -float("inf"), 1.0, open_high=True)
         check_range("eps", group["eps"], 0.0)
-        check_range("precondition_frequency", group["precondition_frequency"], 1)
-        check_range("max_precond_dim", group["max_precond_dim"], 0)
+        check_count("precondition_frequency", group["precondition_frequency"], 1)
+        check_count("max_precond_dim", group["max_precond_dim"], 0)
         if group["block_rows"] is not None:
             raise ValueError("SOAP does not cut matrices into blocks of rows: leave block_rows out")
 

@@ -341,6 +341,9 @@ def test_state_stays_float32_beside_bfloat16_parameters(
         (Shampoo, {"graft": ("adam", 1.5, 1e-8)}, "beta2"),
         (Shampoo, {"max_preconditioner_dim": 0}, "max_preconditioner_dim"),
         (Shampoo, {"epsilon": -1.0}, "epsilon"),
+        (Shampoo, {"precondition_frequency": 2.5}, r"precondition_frequency is 2\.5"),
+        (Shampoo, {"max_failures": 0}, "max_failures is 0"),
+        (SOAP, {"max_precond_dim": float("inf")}, "max_precond_dim is inf"),
     ],
 )
 def test_wrong_options_are_named(
@@ -354,3 +357,30 @@ def test_another_optimizers_state_is_refused() -> None:
     soap, muon = (kind([nn.Parameter(torch.zeros(4, 4))]) for kind in (SOAP, Muon))
     with pytest.raises(ValueError, match=r"not Muon's: its parameter groups lack .*momentum"):
         muon.load_state_dict(soap.state_dict())
+
+
+@pytest.mark.parametrize("optimizer_class", [SOAP, Shampoo, Muon])
+def test_state_of_other_shapes_is_refused_and_changes_nothing(optimizer_class: Any) -> None:
+    small, large = (nn.Parameter(torch.ones(rows, 4)) for rows in (4, 6))
+    first, second = (optimizer_class([("layers.0.w", param)]) for param in (small, large))
+    for optimizer, param in ((first, small), (second, large)):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    before = {name: value.clone() for name, value in second.state[large].items()}
+    with pytest.raises(ValueError, match=r"layers\.0\.w holds .* shape \(6, 4\) needs .*, 6, "):
+        second.load_state_dict(first.state_dict())
+    for name, value in second.state[large].items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_state_made_under_another_longest_side_is_loaded_with_it() -> None:
+    """The options come with the state, so it fits them."""
+    params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    first, second = (
+        SOAP([param], max_precond_dim=longest)
+        for param, longest in zip(params, (5, 9), strict=True)
+    )
+    params[0].grad = torch.ones(6, 4)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    assert second.state[params[1]].keys() == first.state[params[0]].keys()

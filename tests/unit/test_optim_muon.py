@@ -183,6 +183,7 @@ def test_state_dict_round_trip_continues_the_trajectory() -> None:
         ({"ns_form": "gram", "ns_arithmetic": "separate"}, "standard"),
         ({"block_rows": 3}, "block_rows 3 does not divide its 4 rows"),
         ({"block_rows": 0}, "block_rows is 0"),
+        ({"block_rows": 2.0}, "block_rows is 2.0"),
         ({"block_rows": -2}, "block_rows is -2"),
         ({"lr": float("inf")}, "lr is inf"),
         ({"lr": float("nan")}, "lr is nan"),
