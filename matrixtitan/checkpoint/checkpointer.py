@@ -318,8 +318,8 @@ class Checkpointer:
     def _load_step(self, step: int, complete: list[int]) -> TrainState | None:
         if step not in complete:
             raise ValueError(
-                f"checkpoint.load_step is {step}, but {self.folder} has complete checkpoints of steps "
-                f"{complete[::-1] or 'none'} only"
+                f"checkpoint.load_step is {step}, but the steps with complete checkpoints in {self.folder} are "
+                f"{complete[::-1]}"
             )
         if complete[0] > step and self._rank == 0:
             logger.warning(
