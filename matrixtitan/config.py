@@ -93,7 +93,7 @@ class DataConfig:
     num_workers: int = key(1, "processes per rank that read ahead; 0 reads in the training process")
     seed: int | None = key(None, "of the data's order; none: debug.seed")
     allow_data_change: bool = key(
-        False, "resume although the order of the data is not the checkpoint's"
+        False, "resume although the data or its order is not the checkpoint's"
     )
 
 
@@ -244,12 +244,10 @@ class CheckpointConfig:
     last_save_model_only: bool = key(False, "the last save holds the weights alone")
     export_dtype: Dtype = key("float32", "of a weights-only save")
     on_error: Literal["stop", "continue"] = key(
-        "stop", "a save that fails ends the run, or is logged"
+        "stop",
+        "a save that fails ends the run, or is logged; the last one's failure always ends it",
     )
     skip_corrupt: bool = key(False, "fall back to an older checkpoint where the newest is damaged")
-    allow_config_change: bool = key(
-        False, "resume although a key that changes the data's order differs"
-    )
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from matrixtitan.checkpoint import Checkpointer, TrainState
+from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.config import Config, to_toml
 from matrixtitan.data.dataloader import (
     build_dataloader,
@@ -88,6 +90,7 @@ class Trainer:
 
         # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        data_stream = self._agree_on_data()
         with torch.device("meta"):
             self.model = build_model(
                 config.model.name,
@@ -109,11 +112,12 @@ class Trainer:
 
         # Where to start from, and the data from there on
         self.checkpointer = self._closing.enter_context(
-            Checkpointer(config.checkpoint, config, self.strategy, self.optimizers, self.plan)
+            Checkpointer(
+                config.checkpoint, config, self.strategy, self.optimizers, self.plan, data_stream
+            )
         )
         self.state = self.checkpointer.load() or TrainState()
         self._consecutive_skips = 0
-        self._check_data_order()
         place = (config, self.tokenizer, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
         self._closing.callback(self._stop_reading)
@@ -145,21 +149,20 @@ class Trainer:
             except OSError as error:
                 raise ValueError(f"job.dump_folder cannot be made: {error}") from error
 
-    def _check_data_order(self) -> None:
-        """A resumed run must go on in the same stream of windows: compared by content, beyond what the config says."""
-        path = self.dump_folder / "data_stream.json"
-        stream = json.dumps(stream_fingerprint(self.config, self.tokenizer), indent=1)
-        if self.state.step and path.is_file() and path.read_text() != stream:
-            message = f"the data is not what the run had read until step {self.state.step} ({path} describes that)"
-            if not self.config.data.allow_data_change:
+    def _agree_on_data(self) -> dict[str, Any]:
+        """Which window of the data has which index, tokenised first if need be. ValueError if ranks read other text."""
+        stream = stream_fingerprint(self.config, self.tokenizer)
+        if not self.config.parallelism.dry_run_world_size:
+            everyone: list[Any] = [None] * self.world.size
+            dist.all_gather_object(everyone, stream)
+            others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+            if others:
+                changes = changed_keys(everyone[0], everyone[others[0]])
                 raise ValueError(
-                    f"{message}: window {self.state.window} is other text now. Put the data back, or go on with "
-                    "data.allow_data_change = true"
+                    f"ranks {others} read other text than rank 0 ({'; '.join(changes)}): give "
+                    "every machine the same files in data.sources, and with python_stdlib the same Python"
                 )
-            logger.warning("%s; going on with it (data.allow_data_change)", message)
-        dist.barrier()  # every rank has read it
-        if self.world.rank == 0:
-            path.write_text(stream)
+        return stream
 
     def _stop_reading(self) -> None:
         self.batches = iter(())  # the last reference to the loader's worker processes

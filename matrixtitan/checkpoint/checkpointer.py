@@ -14,19 +14,21 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from matrixtitan.checkpoint import folder as folders
 from matrixtitan.checkpoint.collective import describe, from_rank_0, together
-from matrixtitan.checkpoint.config_changes import check_config
+from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
 from matrixtitan.checkpoint.reading import (
@@ -71,6 +73,8 @@ class Checkpointer:
 
     With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all
     methods but `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
+    `data_stream` (JSON values) says which window of the data has which index, without which a window's index means
+    nothing: a resume with another one is refused, unless data.allow_data_change allows it.
 
     ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
     always on all ranks.
@@ -83,6 +87,7 @@ class Checkpointer:
         strategy: DataParallel,
         optimizers: Optimizers,
         plan: Plan | None = None,
+        data_stream: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.folder = Path(run.job.dump_folder) / config.folder
@@ -90,7 +95,12 @@ class Checkpointer:
         self._strategy = strategy
         self._optimizers = optimizers
         self._plan = plan
+        self._data_stream = data_stream
+        self._allow_data_change = run.data.allow_data_change
         self._saving: Future[Path] | None = None
+        self._ending = False
+        """The save is the run's last: if it fails, training does not go on."""
+        self._patience = run.comm.init_timeout_seconds
         self._preemption: Preemption | None = None
         self._stager: HostStager | None = None
         self.patient_groups: list[dist.ProcessGroup] = []
@@ -124,18 +134,18 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self.close(None if error is None else self._patience)
         except Exception as failure:
             if error is None:
                 raise
             # The first error is the one to raise: often it is why this one came.
             logger.error("the checkpoint being saved is lost too: %s", describe(failure))
 
-    def close(self) -> None:
-        """Wait for a save under way; raise its failure according to checkpoint.on_error."""
+    def close(self, within: float | None = None) -> None:
+        """Wait, `within` seconds if given, for a save under way; raise its failure according to checkpoint.on_error."""
         if self._preemption is not None:
             self._preemption.close()
-        self.wait()
+        self.wait(within)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -155,6 +165,7 @@ class Checkpointer:
 
         In the background if checkpoint.async_mode says so, but for the last one. A save still under way is waited for.
         Weights or optimizer state with an inf or nan fail it: the checkpoints before are what a run can go back to.
+        checkpoint.on_error is for saves that training goes on after; the last one's failure is always raised.
         """
         started = time.perf_counter()
         if self._saving is not None and not self._saving.done() and self._rank == 0:
@@ -162,6 +173,7 @@ class Checkpointer:
                 "step %d: the save before is still under way; raise checkpoint.interval", step
             )
         self.wait()
+        self._ending = last or now
         contents = "model" if last and not now and self.config.last_save_model_only else "full"
         tensors = self._collect(state, contents)
         try:
@@ -214,18 +226,23 @@ class Checkpointer:
         """At a step boundary: True on all ranks if any of them was told to end. One tiny all-reduce."""
         return self._preemption is not None and self._preemption.agreed(self._control)
 
-    def wait(self) -> None:
-        """Until no save is under way. Its outcome is the same on all ranks."""
+    def wait(self, within: float | None = None) -> None:
+        """Until no save is under way. Its outcome is the same on all ranks, but for a CheckpointError after `within`
+        seconds."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
+        if not futures.wait([saving], within).done:
+            raise CheckpointError(
+                f"it was not written within {within} s (comm.init_timeout_seconds)"
+            )
         try:
             saving.result()
         except CheckpointError as error:
             self._stop_or_log(error)
 
     def _stop_or_log(self, error: CheckpointError) -> None:
-        if self.config.on_error == "stop":
+        if self.config.on_error == "stop" or self._ending:
             raise error
         if self._rank == 0:
             logger.error(
@@ -261,6 +278,7 @@ class Checkpointer:
             "torch": torch.__version__,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "train_state": dataclasses.asdict(state),
+            "data_stream": self._data_stream,
         }
         files = {META_FILE: meta, CONFIG_FILE: self._run}
         if self._plan is not None:
@@ -359,12 +377,31 @@ class Checkpointer:
         saved = together(
             self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
         )
-        changes = check_config(saved, self._run, allow=self.config.allow_config_change)
+        changes = changed_keys(saved, self._run)
         if changes and self._rank == 0:
             logger.warning(
                 "the configuration changed since %s: %s", stored.path.name, "; ".join(changes)
             )
+        self._check_data(stored)
         return self._load_from(stored, model_only=False)
+
+    def _check_data(self, stored: StoredCheckpoint) -> None:
+        """Window number n must be the text that it was: compared by content, so files may have moved."""
+        before = stored.meta.get("data_stream")
+        if before is None or self._data_stream is None:
+            if self._rank == 0:
+                logger.warning("%s: whether the data changed since cannot be told", stored.path)
+            return
+        changes = "; ".join(changed_keys(before, self._data_stream))
+        if not changes:
+            return
+        message = f"the data is not what {stored.path} had read ({changes}), so the next window is other text"
+        if not self._allow_data_change:
+            raise ValueError(
+                f"{message}. Put the data and the settings back, or go on with data.allow_data_change = true"
+            )
+        if self._rank == 0:
+            logger.warning("%s; going on with it (data.allow_data_change)", message)
 
     def _load_initial(self) -> TrainState | None:
         given = Path(self.config.initial_load_path)

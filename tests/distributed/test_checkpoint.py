@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.config import ParallelismConfig
+from matrixtitan.config import CommConfig, ParallelismConfig
 from matrixtitan.plan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
@@ -347,6 +348,48 @@ def test_weights_that_overflow_in_the_export_dtype_are_not_saved(tmp_path: Path)
     for message in on_ranks(export_too_large, 1, str(tmp_path)):
         assert "holds inf in torch.float16" in message
     assert list((tmp_path / "checkpoint").iterdir()) == []
+
+
+def ends_without_its_save(folder: str, **when: bool) -> str:
+    """The run's last save fails, as on a full disk, where on_error says to go on."""
+    checkpointer, run = make(folder, on_error="continue", async_mode="async")
+    run.fill(math.nan)
+    with checkpointer:
+        try:
+            checkpointer.save(4, TrainState(4), **when)
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_no_run_ends_well_without_its_last_save(tmp_path: Path) -> None:
+    """Else a pre-empted run would end with status 0 and nothing to resume from."""
+    for when in ("last", "now"):
+        for message in on_ranks(ends_without_its_save, 1, str(tmp_path), **{when: True}):
+            assert "saving step 4 failed" in message
+    for message in on_ranks(ends_without_its_save, 1, str(tmp_path)):
+        assert message == ""  # logged: training goes on
+
+
+def fails_during_a_save(folder: str) -> tuple[str, float]:
+    """The error, and seconds from it to the end, while a frozen rank keeps the save from ending."""
+    never = threading.Event()
+    checkpointer_module.write_checkpoint = lambda *_: never.wait(60)  # type: ignore[assignment]
+    run, config = FakeRun(0, 1), run_config(folder, async_mode="async")
+    config = dataclasses.replace(config, comm=CommConfig(init_timeout_seconds=1))
+    start = time.monotonic()
+    try:
+        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.save(2, TrainState(2))
+            raise RuntimeError("training's own")
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+def test_a_save_that_never_ends_does_not_keep_a_failed_run(tmp_path: Path) -> None:
+    ((message, seconds),) = on_ranks(fails_during_a_save, 1, str(tmp_path))
+    assert message == "training's own"
+    assert 1 <= seconds < 20
 
 
 def save_nothing(folder: str) -> list[str]:

@@ -441,8 +441,9 @@ def test_no_update_before_the_copies_of_a_save_are_made(corpus: Path, tmp_path: 
 
 
 def refusal(first: Config, changed: Path, second: Config, allowed: Config) -> str:
-    """What `second` says after `first` and a change of the data; then `allowed` goes on."""
+    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then `allowed` goes on."""
     train(first)
+    shutil.copytree(f"{first.job.dump_folder}/checkpoint", f"{second.job.dump_folder}/checkpoint")
     for path in changed.glob("*.txt"):
         path.write_text(f"something else entirely\n{path.read_text()}")
     with pytest.raises(ValueError, match="the data is not") as caught:
@@ -454,18 +455,54 @@ def refusal(first: Config, changed: Path, second: Config, allowed: Config) -> st
 def test_other_data_is_refused_on_a_resume(corpus: Path, tmp_path: Path) -> None:
     copy = tmp_path / "corpus"
     shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("[!a-z]*"))
-    folder = tmp_path / "run"
+    folder = tmp_path / "moved"
     (message,) = run_distributed(
         refusal,
         1,
-        config_for(copy, folder, **RESUMABLE, training__steps=2),
+        config_for(copy, tmp_path / "run", **RESUMABLE, training__steps=2),
         copy,
         config_for(copy, folder, **RESUMABLE),
         config_for(copy, folder, **RESUMABLE, data__allow_data_change="true"),
     )
-    assert "until step 2" in message
+    assert "step-2 had read (contents: " in message
     assert "data.allow_data_change = true" in message
+    assert [step for step, _ in curves(folder)["loss/train"]] == [3, 4]
+
+
+def go_on_without(first: Config, old: Path, second: Config) -> None:
+    train(first)
+    shutil.rmtree(old)
+    train(second)
+
+
+def test_the_same_data_in_another_place_is_no_change(corpus: Path, tmp_path: Path) -> None:
+    """Data is compared by content, and seeds by what they come to."""
+    old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "run"
+    for copy in (old, new):
+        shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("[!a-z]*"))
+    run_distributed(
+        go_on_without,
+        1,
+        config_for(old, folder, **RESUMABLE, training__steps=2),
+        old,
+        config_for(new, folder, **RESUMABLE, data__seed=0),  # as debug.seed, which stood for it
+    )
     assert [step for step, _ in curves(folder)["loss/train"]] == [1, 2, 3, 4]
+
+
+def train_on_own_text(configs: list[Config]) -> str:
+    with pytest.raises(ValueError, match="read other text") as caught:
+        Trainer(configs[dist.get_rank()])
+    return str(caught.value)
+
+
+def test_ranks_that_read_other_text_are_told_at_start(corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other, ignore=shutil.ignore_patterns("[!a-z]*"))
+    next(other.glob("*.txt")).write_text("stale " * 2000)
+    configs = [config_for(corpus, tmp_path / "0"), config_for(other, tmp_path / "1")]
+    for message in run_distributed(train_on_own_text, 2, configs):
+        assert "ranks [1] read other text than rank 0 (contents: " in message
 
 
 def timeouts(config: Config) -> tuple[float, float]:
