@@ -28,6 +28,7 @@ from matrixtitan.data.dataloader import (
     build_dataloader,
     build_validation_loader,
     microbatches,
+    open_sources,
     stream_fingerprint,
 )
 from matrixtitan.data.tokenizer import load_tokenizer
@@ -88,9 +89,13 @@ class Trainer:
         )
         self.tokens_per_step = training.global_batch_size * training.seq_len
 
-        # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
+        # Data: tokenised here unless it was before; opened once
         self.tokenizer = load_tokenizer(config.model.tokenizer_path)
-        data_stream = self._agree_on_data()
+        sources = open_sources(config.data, self.tokenizer)
+        data_stream = stream_fingerprint(config, self.tokenizer, sources)
+        self._agree_on(data_stream)
+
+        # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
         with torch.device("meta"):
             self.model = build_model(
                 config.model.name,
@@ -118,7 +123,7 @@ class Trainer:
         )
         self.state = self.checkpointer.load() or TrainState()
         self._consecutive_skips = 0
-        place = (config, self.tokenizer, self.world.rank, self.world.size)
+        place = (config, sources, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
         self._closing.callback(self._stop_reading)
         self.validation_batches = (
@@ -149,20 +154,19 @@ class Trainer:
             except OSError as error:
                 raise ValueError(f"job.dump_folder cannot be made: {error}") from error
 
-    def _agree_on_data(self) -> dict[str, Any]:
-        """Which window of the data has which index, tokenised first if need be. ValueError if ranks read other text."""
-        stream = stream_fingerprint(self.config, self.tokenizer)
-        if not self.config.parallelism.dry_run_world_size:
-            everyone: list[Any] = [None] * self.world.size
-            dist.all_gather_object(everyone, stream)
-            others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-            if others:
-                changes = changed_keys(everyone[0], everyone[others[0]])
-                raise ValueError(
-                    f"ranks {others} read other text than rank 0 ({'; '.join(changes)}): give "
-                    "every machine the same files in data.sources, and with python_stdlib the same Python"
-                )
-        return stream
+    def _agree_on(self, data_stream: dict[str, Any]) -> None:
+        """ValueError if ranks read other text: a stale copy on one machine would train without a word."""
+        if self.config.parallelism.dry_run_world_size:
+            return
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, data_stream)
+        others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if others:
+            changes = "; ".join(changed_keys(everyone[0], everyone[others[0]]))
+            raise ValueError(
+                f"ranks {others} read other text than rank 0 ({changes}): give every machine the same files in "
+                "data.sources, and with python_stdlib the same Python"
+            )
 
     def _stop_reading(self) -> None:
         self.batches = iter(())  # the last reference to the loader's worker processes

@@ -97,16 +97,19 @@ def _open_source(
 
 
 def build_dataloader(
-    config: Config, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, start_window: int = 0
+    config: Config,
+    sources: Sequence[SourceStreams],
+    dp_rank: int,
+    dp_world_size: int,
+    start_window: int = 0,
 ) -> StatefulDataLoader:
     """Endless (tokens, labels) of rank `dp_rank`, each (local_batch_size, seq_len) int64, from `start_window` on.
 
-    To resume, build a new one from the index of the next window. Tokenises text sources on first use. ValueError for
-    data that cannot be read, or is too small for a global batch without repeats.
+    To resume, build a new one from the index of the next window. ValueError for data that is too small for a global
+    batch without repeats.
     """
     training = config.training
     microbatches(training.global_batch_size, training.local_batch_size, dp_world_size)
-    sources = open_sources(config.data, tokenizer)
     for source in sources:
         _check_not_empty(source, training.seq_len)
     windows = Windows(
@@ -156,7 +159,7 @@ def _outlive_preemption(worker: int) -> None:
 
 
 def build_validation_loader(
-    config: Config, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int
+    config: Config, sources: Sequence[SourceStreams], dp_rank: int, dp_world_size: int
 ) -> RankBatches:
     """The held-out batches of rank `dp_rank`; iterate it anew for each validation: the windows are always the same.
 
@@ -170,7 +173,6 @@ def build_validation_loader(
         raise ValueError(
             f"validation.steps {validation.steps} must be at least 1, or -1 for all held-out data"
         )
-    sources = open_sources(config.data, tokenizer)
     usable = [source for source in sources if source.validation.num_windows(training.seq_len)]
     if not usable:
         raise ValueError(
@@ -211,12 +213,13 @@ def build_validation_loader(
     )
 
 
-def stream_fingerprint(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+def stream_fingerprint(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[SourceStreams]
+) -> dict[str, Any]:
     """All that decides which window has which index, as JSON values: a resume is exact where it is equal.
 
     By content: moving the files, or another cache, changes nothing.
     """
-    sources = open_sources(config.data, tokenizer)
     return {
         "order_version": _ORDER_VERSION,
         "tokenizer": tokenizer.fingerprint,

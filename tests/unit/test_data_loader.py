@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from matrixtitan.config import Config, DataSource, ValidationConfig
 from matrixtitan.data.dataloader import (
@@ -23,7 +24,7 @@ from matrixtitan.data.dataloader import (
     open_sources,
     stream_fingerprint,
 )
-from matrixtitan.data.dataset import IGNORE_INDEX
+from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
@@ -55,6 +56,20 @@ def upper(folder: Path) -> DataSource:
     return DataSource("jsonl", (str(folder / "upper.jsonl"),), weight=3.0)
 
 
+def training_batches(
+    config: Config, tokenizer: Tokenizer, *place: int
+) -> StatefulDataLoader[Batch]:
+    return build_dataloader(config, open_sources(config.data, tokenizer), *place)
+
+
+def validation_batches(config: Config, tokenizer: Tokenizer, *place: int) -> RankBatches:
+    return build_validation_loader(config, open_sources(config.data, tokenizer), *place)
+
+
+def fingerprint_of(config: Config, tokenizer: Tokenizer) -> dict[str, object]:
+    return stream_fingerprint(config, tokenizer, open_sources(config.data, tokenizer))
+
+
 def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
     """Every window as a tuple of its tokens and its last label."""
     return [
@@ -71,7 +86,7 @@ def global_batches(
     training = config.training
     count = microbatches(training.global_batch_size, training.local_batch_size, world_size)
     loaders = [
-        iter(build_dataloader(config, tokenizer, rank, world_size, start_window))
+        iter(training_batches(config, tokenizer, rank, world_size, start_window))
         for rank in range(world_size)
     ]
     return [rows(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)]
@@ -95,7 +110,7 @@ def test_shapes_and_labels_are_the_next_tokens(
     folder: Path, tokenizer: Tokenizer, lower: DataSource
 ) -> None:
     config = data_config(folder, lower, local_batch_size=3)
-    tokens, labels = next(iter(build_dataloader(config, tokenizer, 0, 2)))
+    tokens, labels = next(iter(training_batches(config, tokenizer, 0, 2)))
     assert tokens.shape == labels.shape == (3, 16)
     assert tokens.dtype == labels.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
@@ -108,11 +123,11 @@ def test_each_token_is_predicted_once_an_epoch(
     (source,) = open_sources(config.data, tokenizer)
     size = source.train.num_windows(16)
     stream = source.train.read(0, len(source.train)).tolist()
-    windows = rows(itertools.islice(build_dataloader(config, tokenizer, 0, 1), size))
+    windows = rows(itertools.islice(training_batches(config, tokenizer, 0, 1), size))
     expected = [tuple(stream[16 * number : 16 * number + 17]) for number in range(size)]
     assert sorted(windows) == sorted(expected)
     assert windows != expected  # shuffled
-    again = rows(itertools.islice(build_dataloader(config, tokenizer, 0, 1, size), size))
+    again = rows(itertools.islice(training_batches(config, tokenizer, 0, 1, size), size))
     assert sorted(again) == sorted(expected)
     assert again != windows  # anew
 
@@ -162,11 +177,11 @@ def test_resume_at_a_far_index_reads_only_its_own_tokens(
 ) -> None:
     """A window of a later epoch is found without walking there."""
     config = data_config(folder, lower)
-    windows = build_dataloader(config, tokenizer, 0, 1, 10**15).dataset.windows
+    windows = training_batches(config, tokenizer, 0, 1, 10**15).dataset.windows
     reads = []
     read = windows.streams[0].read
     windows.streams[0].read = lambda start, count: reads.append(count) or read(start, count)
-    loader = build_dataloader(config, tokenizer, 0, 1, 10**15)
+    loader = training_batches(config, tokenizer, 0, 1, 10**15)
     loader.dataset.windows = windows
     next(iter(loader))
     assert reads == [17]
@@ -177,7 +192,7 @@ def test_loader_leaves_the_global_random_state_alone(
 ) -> None:
     config = data_config(folder, lower, num_workers=1)
     before = torch.get_rng_state()
-    next(iter(build_dataloader(config, tokenizer, 0, 1)))
+    next(iter(training_batches(config, tokenizer, 0, 1)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -228,12 +243,11 @@ def test_prepared_shards_give_the_same_batches(
     batches = [global_batches(config, tokenizer, 1, steps=3) for config in (from_text, from_shards)]
     assert batches[0] == batches[1]
     validations = [
-        rows(build_validation_loader(config, tokenizer, 0, 1))
-        for config in (from_text, from_shards)
+        rows(validation_batches(config, tokenizer, 0, 1)) for config in (from_text, from_shards)
     ]
     assert validations[0] == validations[1]
     with pytest.raises(ValueError, match="was made by another tokenizer"):
-        build_dataloader(from_shards, load_tokenizer(""), 0, 1)
+        training_batches(from_shards, load_tokenizer(""), 0, 1)
 
 
 def test_too_little_data(
@@ -241,27 +255,27 @@ def test_too_little_data(
 ) -> None:
     (source,) = open_sources(data_config(folder, lower).data, tokenizer)
     size = source.train.num_windows(16)
-    build_dataloader(data_config(folder, lower, global_batch_size=size), tokenizer, 0, 1)
+    training_batches(data_config(folder, lower, global_batch_size=size), tokenizer, 0, 1)
     with pytest.raises(
         ValueError, match=rf"data\.sources\[0\] has {size} windows .* fewer than the {size + 1}"
     ):
-        build_dataloader(data_config(folder, lower, global_batch_size=size + 1), tokenizer, 0, 1)
+        training_batches(data_config(folder, lower, global_batch_size=size + 1), tokenizer, 0, 1)
     with pytest.raises(ValueError, match=r"data\.sources\[1\] has \d+ windows"):
-        build_dataloader(data_config(folder, lower, upper, global_batch_size=400), tokenizer, 0, 1)
+        training_batches(data_config(folder, lower, upper, global_batch_size=400), tokenizer, 0, 1)
     with pytest.raises(
         ValueError,
         match=r"data\.sources\[0\] has \d+ training tokens, fewer than one window of",
     ):
-        build_dataloader(data_config(folder, lower, seq_len=100_000), tokenizer, 0, 1)
+        training_batches(data_config(folder, lower, seq_len=100_000), tokenizer, 0, 1)
 
 
 def test_bad_weight_and_no_source(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
     with pytest.raises(ValueError, match=r"data\.sources\[0\]: weight 0\.0 must be above 0"):
-        build_dataloader(
+        training_batches(
             data_config(folder, dataclasses.replace(lower, weight=0.0)), tokenizer, 0, 1
         )
     with pytest.raises(ValueError, match=r"data\.sources is empty"):
-        build_dataloader(data_config(folder), tokenizer, 0, 1)
+        training_batches(data_config(folder), tokenizer, 0, 1)
 
 
 def test_the_log_tells_how_often_the_data_is_read(
@@ -270,7 +284,7 @@ def test_the_log_tells_how_often_the_data_is_read(
     config = data_config(folder, lower)
     size = open_sources(config.data, tokenizer)[0].train.num_windows(16)
     with caplog.at_level(logging.INFO, "matrixtitan"):
-        build_dataloader(config, tokenizer, 0, 1)
+        training_batches(config, tokenizer, 0, 1)
     assert f"the whole run reads it {120 / size:.2f} times" in caplog.text
 
 
@@ -285,7 +299,7 @@ def test_stream_fingerprint_follows_what_orders_the_data(
     folder: Path, tokenizer: Tokenizer, lower: DataSource, upper: DataSource, tmp_path: Path
 ) -> None:
     config = data_config(folder, lower, upper)
-    fingerprint = stream_fingerprint(config, tokenizer)
+    fingerprint = fingerprint_of(config, tokenizer)
     assert json.loads(json.dumps(fingerprint)) == fingerprint
     moved = DataSource("jsonl", (str(write_jsonl(tmp_path / "moved.jsonl", texts(60))),))
     same = [
@@ -299,8 +313,8 @@ def test_stream_fingerprint_follows_what_orders_the_data(
         data_config(folder, lower, upper, seq_len=8),
         data_config(folder, lower, upper, validation_fraction=0.2),
     ]
-    assert all(stream_fingerprint(other, tokenizer) == fingerprint for other in same)
-    assert all(stream_fingerprint(other, tokenizer) != fingerprint for other in changed)
+    assert all(fingerprint_of(other, tokenizer) == fingerprint for other in same)
+    assert all(fingerprint_of(other, tokenizer) != fingerprint for other in changed)
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
@@ -331,8 +345,7 @@ def test_validation_reads_the_same_windows_at_any_world_size(
         validation = ValidationConfig(enable=True, steps=steps, local_batch_size=local_batch_size)
         config = data_config(folder, lower, global_batch_size=7, validation=validation)
         return [
-            build_validation_loader(config, tokenizer, rank, world_size)
-            for rank in range(world_size)
+            validation_batches(config, tokenizer, rank, world_size) for rank in range(world_size)
         ]
 
     expected = labelled(loaders(1, 1)[0])
@@ -353,7 +366,7 @@ def test_validation_sizes(folder: Path, tokenizer: Tokenizer, lower: DataSource)
     def num_windows(steps: int) -> int | None:
         validation = ValidationConfig(enable=True, steps=steps)
         config = data_config(folder, lower, global_batch_size=7, validation=validation)
-        return build_validation_loader(config, tokenizer, 0, 2).num_windows
+        return validation_batches(config, tokenizer, 0, 2).num_windows
 
     assert num_windows(1) == 7
     assert num_windows(-1) == num_windows(1000) == available
@@ -383,10 +396,8 @@ def test_validation_without_held_out_data(
     with pytest.raises(
         ValueError, match=r"not one window .*\(data\.sources\[0\]: 0 tokens, 0 documents"
     ):
-        build_validation_loader(
-            data_config(folder, lower, validation_fraction=0.0), tokenizer, 0, 1
-        )
+        validation_batches(data_config(folder, lower, validation_fraction=0.0), tokenizer, 0, 1)
     tokenize(TextSource("jsonl", lower.path), tokenizer, tmp_path, validation_fraction=0.0)
     config = data_config(folder, lower, DataSource("shards", (str(tmp_path),)))
-    assert build_validation_loader(config, tokenizer, 0, 1).num_windows
+    assert validation_batches(config, tokenizer, 0, 1).num_windows
     assert "nothing is held out of data.sources[1]" in caplog.text
