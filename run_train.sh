@@ -56,8 +56,11 @@ else
   rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # any free port
 fi
 
-# After a restart ranks must not find the dead ones' addresses in a store that outlived them
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+if [ "${MAX_RESTARTS:-0}" != 0 ]; then
+  # After a restart ranks must not find the dead ones' addresses in a store that outlived them. Without restarts ranks
+  # share the launcher's store: one of their own is on a port that was free some seconds before, and may not be any more
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
+fi
 
 # exec: Ctrl-C and SIGTERM reach torchrun itself, which passes them on to every rank
 exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" \

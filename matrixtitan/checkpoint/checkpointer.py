@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,8 @@ class Checkpointer:
         """The save is the run's last: if it fails, training does not go on."""
         self._patience = run.comm.init_timeout_seconds
         self._preemption: Preemption | None = None
+        self._lock: BinaryIO | None = None
+        """Rank 0's: no other run may write to the folder."""
         self._stager: HostStager | None = None
         self.patient_groups: list[dist.ProcessGroup] = []
         """Groups that wait for the slowest disk, so that training's timeout is not theirs."""
@@ -145,7 +147,11 @@ class Checkpointer:
         """Wait, `within` seconds if given, for a save under way; raise its failure according to checkpoint.on_error."""
         if self._preemption is not None:
             self._preemption.close()
-        self.wait(within)
+        try:
+            self.wait(within)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -408,9 +414,10 @@ class Checkpointer:
         path = from_rank_0(
             self._group, "checkpoint.initial_load_path", lambda: find_checkpoint(given)
         )
-        return self._load_from(
-            self._open(path, allow_foreign=True), self.config.initial_load_model_only
-        )
+        stored = self._open(path, allow_foreign=True)
+        if stored.meta.get("contents") == "full" and not self.config.initial_load_model_only:
+            return self._resume(stored)  # goes on at that run's step and window
+        return self._load_from(stored, self.config.initial_load_model_only)
 
     def _open(self, path: Path, allow_foreign: bool = False) -> StoredCheckpoint:
         return together(
@@ -501,6 +508,7 @@ class Checkpointer:
 
         def prepare() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = folders.lock(self.folder)
             for line in folders.recover(self.folder):
                 logger.warning("%s: %s", self.folder, line)
             probe = self.folder / f".probe-{uuid.uuid4().hex}"

@@ -7,13 +7,20 @@ complete at any moment, whenever the job is killed. Nothing here communicates: r
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
+from matrixtitan.checkpoint.errors import CheckpointError
 from matrixtitan.checkpoint.integrity import CHECKSUMS_FILE
 from matrixtitan.checkpoint.metadata import METADATA_FILE
+from matrixtitan.log import get_logger
+
+logger = get_logger()
 
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.(writing|replaced|deleting)")
@@ -25,6 +32,26 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def writing_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.writing"
+
+
+def lock(folder: Path) -> BinaryIO:
+    """Keep other runs from writing to `folder` until the returned file is closed or this process ends.
+
+    CheckpointError if one does: perhaps ranks that outlived their launcher. A file system without locks is logged. Not
+    `flock`: a loader's worker would hold that on after the death of its rank.
+    """
+    path = folder.with_name(f"{folder.name}.lock")
+    file = path.open("ab")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise CheckpointError(
+                f"another run is writing to {folder} (it has {path} locked): end it, or choose another job.dump_folder"
+            ) from None
+        logger.warning("%s cannot be locked (%s): start no second run there", path, error)
+    return file
 
 
 def list_steps(folder: Path) -> tuple[list[int], list[str]]:

@@ -169,6 +169,23 @@ def test_a_rank_that_dies_ends_the_job_with_an_error(runs: Runs) -> None:
     assert runs.none_left(within=10), runs.alive().keys()
 
 
+def test_a_second_run_does_not_write_where_the_first_still_does(runs: Runs) -> None:
+    """Here ranks outlive their launcher, which had no time to end them."""
+    saves = ("--checkpoint.enable", "true", "--checkpoint.interval", "1")
+    first = runs.start("--training.steps", "1000000", *saves)
+    runs.wait_for(first, "step 2/")
+    os.kill(first.pid, signal.SIGKILL)
+    second = runs.start(*saves)
+    assert runs.finish(second, 150) != 0
+    assert "another run is writing to out/checkpoint" in runs.log(second)
+    for pid in runs.alive():
+        os.kill(pid, signal.SIGKILL)
+    assert runs.none_left(within=10)
+    third = runs.start("--training.steps", "3", *saves)
+    assert runs.finish(third, 150) == 0, runs.log(third)
+    assert "loaded out/checkpoint/step-" in runs.log(third)
+
+
 def test_two_machines_of_two_processes_train_together(runs: Runs) -> None:
     together = {
         "NNODES": "2",

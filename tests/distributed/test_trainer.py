@@ -440,14 +440,21 @@ def test_no_update_before_the_copies_of_a_save_are_made(corpus: Path, tmp_path: 
     assert events == [*step, "stage", *step, "stage", *step]  # the last save is in the foreground
 
 
-def refusal(first: Config, changed: Path, second: Config, allowed: Config) -> str:
-    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then `allowed` goes on."""
+def refusal(
+    first: Config, changed: Path, second: Config, elsewhere: Config, allowed: Config
+) -> str:
+    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then `allowed` goes on.
+
+    `elsewhere` takes all of the checkpoint to another folder.
+    """
     train(first)
     shutil.copytree(f"{first.job.dump_folder}/checkpoint", f"{second.job.dump_folder}/checkpoint")
     for path in changed.glob("*.txt"):
         path.write_text(f"something else entirely\n{path.read_text()}")
     with pytest.raises(ValueError, match="the data is not") as caught:
         train(second)
+    with pytest.raises(ValueError, match="the data is not"):
+        train(elsewhere)
     train(allowed)
     return str(caught.value)
 
@@ -462,6 +469,13 @@ def test_other_data_is_refused_on_a_resume(corpus: Path, tmp_path: Path) -> None
         config_for(copy, tmp_path / "run", **RESUMABLE, training__steps=2),
         copy,
         config_for(copy, folder, **RESUMABLE),
+        config_for(
+            copy,
+            tmp_path / "elsewhere",
+            **RESUMABLE,
+            checkpoint__initial_load_path=tmp_path / "run/checkpoint",
+            checkpoint__initial_load_model_only="false",
+        ),
         config_for(copy, folder, **RESUMABLE, data__allow_data_change="true"),
     )
     assert "step-2 had read (contents: " in message
