@@ -17,8 +17,11 @@ callback: a backward leaves nothing unreduced behind. A graph that is kept may r
 
 [Note: one order on all ranks]
 Collectives match by order. Units are gathered on demand in the order of forward, which must be the same on every
-rank. The first forward checks that with a small all-gather per unit and records the order; later ones prefetch by it,
-and raise where they depart from it, since the other ranks have then begun a gather that this one will never join.
+rank. The first forward checks that with a small all-gather per unit and records the order in which units first run;
+later ones prefetch by it. A rank that departs from it raises before it gathers anything else, since the others wait in
+a gather that it will not join; they learn of it when its process ends. The order stays for good: even all ranks alike
+cannot change it. Only a unit's first call in a forward is checked. How often and where it is called again may change
+between forwards, and must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -169,6 +172,7 @@ class Schedule:
             unit.check_materialized()
             self._check_order(state.index)
         if self._in_root_forward and unit.params and state not in self._recorded:
+            self._check_recorded_order(state)
             self._recorded.append(state)
         self._gather(state, self._order, step=1)
         if self._param_dtype is not None:
@@ -183,6 +187,19 @@ class Schedule:
         state.running.append(call)
         return args, kwargs
 
+    def _check_recorded_order(self, state: UnitState) -> None:
+        """RuntimeError unless `state` is the unit that the first forward ran at this point."""
+        if self._order is None:
+            return
+        position = len(self._recorded)
+        expected = self._order[position].unit.name if position < len(self._order) else "none"
+        if state.unit.name != expected:
+            raise RuntimeError(
+                f"this forward runs other units than the first one did, or in another order: after {position} units "
+                f"comes {state.unit.name}, expected is {expected}. Every forward on every rank must run the same units "
+                "in the order of the first, since all ranks gather them together; branch inside a unit instead"
+            )
+
     def _gather(self, state: UnitState, order: list[UnitState] | None, step: int) -> None:
         """Gather one unit and begin with the next ones in `order`, its own first."""
         state.unit.start_unshard()
@@ -196,6 +213,8 @@ class Schedule:
         state.unit.finish_unshard()
 
     def _post_forward(self, state: UnitState, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self.root:
+            self._in_root_forward = False  # here, since this hook also runs where forward raised
         if not state.running:
             return  # recomputed inside backward, or stopped by an error before it began
         call = state.running.pop()
@@ -215,16 +234,13 @@ class Schedule:
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._in_backward:
             return None
-        self._in_root_forward = False
         if self._order is None:
             self._order = self._recorded
-        elif set(self._order) != set(self._recorded):
-            ran = {state.unit.name for state in self._recorded}
-            expected = {state.unit.name for state in self._order}
+        elif len(self._recorded) < len(self._order):
+            missing = [state.unit.name for state in self._order[len(self._recorded) :]]
             raise RuntimeError(
-                "this forward ran other units than the first one did: "
-                f"missing {sorted(expected - ran)}, new {sorted(ran - expected)}. Every forward on every rank must run "
-                "the same units, since all ranks gather them together; branch inside a unit instead"
+                f"this forward ended without units that the first one ran: {missing}. Every forward on every rank must "
+                "run the same units, since all ranks gather them together; branch inside a unit instead"
             )
         for state in self.states:
             if state.modules_run:  # tied, but only one of its modules ran

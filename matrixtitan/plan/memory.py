@@ -24,7 +24,10 @@ from matrixtitan.plan.cost import (
 from matrixtitan.plan.shard import ParamSpec, Plan
 
 REDUCTIONS_IN_FLIGHT = 2
-"""Units whose full gradients may be alive at once while backward goes on."""
+"""Units whose full gradients may be in reduction while backward computes those of one more."""
+
+FSDP2_REDUCTIONS_IN_FLIGHT = 1
+"""PyTorch's default: FSDP2 waits for one reduce-scatter before it fills the input of the next."""
 
 Phase = Literal["resident", "forward_backward", "optimizer"]
 
@@ -149,7 +152,14 @@ def _transient(
     units = unit_sizes(specs)
     window = len(units) if keep_all else 1 + prefetch
     gathered = _largest_window([unit.numel for unit in units], window)
-    reduced = _largest_window([unit.trainable for unit in units], REDUCTIONS_IN_FLIGHT)
+    ours = strategy == "matrix_fsdp"
+    in_flight = REDUCTIONS_IN_FLIGHT if ours else FSDP2_REDUCTIONS_IN_FLIGHT
+    computed, reduced = _full_gradients(
+        [unit.trainable for unit in units if unit.trainable],
+        in_flight,
+        precision,
+        copies=not ours or precision.compute != precision.reduce,  # ours go as autograd made them
+    )
     terms = [
         Term(
             f"{window} gathered units",
@@ -158,13 +168,19 @@ def _transient(
             "forward_backward",
         ),
         Term(
-            f"full gradients of {REDUCTIONS_IN_FLIGHT} units",
+            "full gradients in backward",
+            precision.compute,
+            computed * precision.compute_bytes,
+            "forward_backward",
+        ),
+        Term(
+            f"full gradients of {in_flight} in reduction",
             precision.reduce,
             reduced * precision.reduce_bytes,
             "forward_backward",
         ),
     ]
-    if strategy == "matrix_fsdp":
+    if ours:
         return terms
     largest = max((unit.numel for unit in units), default=0)
     terms.append(
@@ -231,6 +247,30 @@ def _largest_window(sizes: Sequence[int], length: int) -> int:
     return max(
         (sum(sizes[start : start + length]) for start in range(max(1, len(sizes) - length + 1))),
         default=0,
+    )
+
+
+def _full_gradients(
+    sizes: Sequence[int], in_flight: int, precision: Precision, *, copies: bool
+) -> tuple[int, int]:
+    """Elements of full gradients as backward made them, and in reduction, when most bytes are alive.
+
+    `sizes` are of the trainable units in forward order. While a unit's backward makes gradients, the
+    `in_flight` units after it are in reduction. Then the farthest of them is waited for and the
+    unit's own reduction begins; where that `copies` (into reduce dtype, or FSDP2's buffer), both are
+    alive. Tied weights' gradients live from their last module's backward to their first one's, which
+    is not counted.
+    """
+
+    def alive(unit: int) -> tuple[int, int]:
+        *near, farthest = [*sizes[unit + 1 :], *[0] * in_flight][:in_flight]
+        most = max(farthest, sizes[unit]) if copies else farthest
+        return sizes[unit], sum(near) + most
+
+    return max(
+        map(alive, range(len(sizes))),
+        key=lambda parts: parts[0] * precision.compute_bytes + parts[1] * precision.reduce_bytes,
+        default=(0, 0),
     )
 
 

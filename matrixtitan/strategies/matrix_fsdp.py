@@ -17,8 +17,8 @@ from matrixtitan.strategies.base import DataParallel, InitRows
 
 
 class MatrixFSDPStrategy(DataParallel):
-    """`runtime` must sum gradients. `reduce_each_microbatch` reduces after each backward, so that only one unit's full
-    gradients are alive; otherwise full gradients accumulate on every rank and are reduced once a step."""
+    """`runtime` must sum gradients. `reduce_each_microbatch` reduces after each backward, so that only a few
+    units' full gradients are alive; otherwise full gradients accumulate on every rank and are reduced once a step."""
 
     def __init__(
         self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True

@@ -123,6 +123,30 @@ def skipped_later_on_one_rank() -> None:
     model(tokens, labels).backward()
 
 
+def other_end_on_one_rank(head_at_first: bool) -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    tokens, _ = batch(0)
+
+    def run(tokens: torch.Tensor, head: bool) -> torch.Tensor:
+        x = model.embed(tokens)
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x)) if head else x
+
+    model.forward = run  # type: ignore[method-assign, assignment]
+    model(tokens, head_at_first).sum().backward()
+    model(tokens, head_at_first != (dist.get_rank() == 1)).sum().backward()
+
+
+def ended_early_on_one_rank() -> None:
+    other_end_on_one_rank(head_at_first=True)
+
+
+def ran_more_on_one_rank() -> None:
+    other_end_on_one_rank(head_at_first=False)
+
+
 CASES: list[tuple[Callable[[], None], str, bool]] = [
     (meta_left, "embed.weight is still on the meta device", True),
     (shared_by_two_units, "embed.weight is shared by two units", True),
@@ -136,9 +160,11 @@ CASES: list[tuple[Callable[[], None], str, bool]] = [
     (other_unit_on_one_rank, "ranks run different units at the same time", True),
     (
         skipped_later_on_one_rank,
-        r"ran other units than the first one did: missing \['blocks.2'\]",
+        r"after 3 units comes norm\+head, expected is blocks\.2",
         False,
     ),
+    (ended_early_on_one_rank, r"ended without units .*\['norm\+head'\]", False),
+    (ran_more_on_one_rank, r"after 4 units comes norm\+head, expected is none", False),
 ]
 
 
@@ -154,6 +180,51 @@ def test_wrong_use_raises(wrong: Callable[[], None], message: str, everywhere: b
             assert (
                 isinstance(answer, str) and "failed: another rank died, or timed out" in answer
             ), answer
+
+
+def swap_blocks_later_on_one_rank(transport: str, prefetch: int) -> None:
+    model = make_toy()
+    fully_shard(model, units=toy_units(), transport=transport, prefetch=prefetch)
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    if dist.get_rank() == 1:
+        model.blocks = nn.ModuleList([model.blocks[i] for i in (0, 2, 1)])
+    start = time.monotonic()
+    try:
+        model(tokens, labels).backward()
+    except RuntimeError as error:
+        raise RuntimeError(f"ended after {time.monotonic() - start} s") from error
+
+
+@pytest.mark.parametrize("transport", ["grouped", "ring", "star"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_units_in_another_order_on_one_rank_end_all_ranks(transport: str, prefetch: int) -> None:
+    answers = run_distributed(
+        swap_blocks_later_on_one_rank, 2, transport, prefetch, timeout=60, expect_failure=True
+    )
+    assert "after 2 units comes blocks.2, expected is blocks.1" in str(answers[1]), answers[1]
+    assert "failed: another rank died, or timed out" in str(answers[0]), answers[0]
+    for answer in answers:
+        ended = re.search(r"ended after (\S+) s", answer)
+        assert ended is not None and float(ended[1]) < 10, answer  # the collectives' timeout is 60
+
+
+def forward_that_raised() -> None:
+    """On all ranks; then units are called by themselves, outside of the model, where no order is kept."""
+    model = make_toy()
+    fully_shard(model, units=toy_units())
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    with pytest.raises(IndexError):
+        model(tokens + 1000)
+    with torch.no_grad():
+        for block in reversed(model.blocks):
+            block(torch.zeros(2, 8))
+    model(tokens, labels).backward()
+
+
+def test_no_order_is_checked_outside_of_the_model_after_a_forward_that_raised() -> None:
+    run_distributed(forward_that_raised, 2)
 
 
 def test_a_plan_that_differs_on_one_rank_is_an_error_on_all_replicas() -> None:

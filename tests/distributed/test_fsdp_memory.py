@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard, unit
@@ -17,7 +20,9 @@ from matrixtitan.fsdp.hooks import MAX_REDUCTIONS_IN_FLIGHT
 from matrixtitan.fsdp.unit import Reduction, Unit
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
+from matrixtitan.plan.memory import Precision, memory_table
 from matrixtitan.plan.planner import PlanSettings
+from matrixtitan.plan.shard import ParamSpec, Plan, Segment
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import batch, make_toy, share, toy_units
@@ -31,6 +36,7 @@ def sharded_toy(
     transport: str = "auto",
     replicas: int = 1,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    plan: Plan | None = None,
     **kwargs: int,
 ) -> tuple[nn.Module, MatrixFSDP]:
     model = make_toy(depth=DEPTH, **kwargs)
@@ -39,6 +45,7 @@ def sharded_toy(
         model,
         units=toy_units(depth=DEPTH),
         mesh=dist.init_device_mesh("cpu", (replicas, shard_ranks), mesh_dim_names=("r", "s")),
+        plan=plan,
         tail_patterns=("head.weight",),
         mp_policy=mp_policy,
         prefetch=prefetch,
@@ -55,46 +62,72 @@ def my_batch() -> tuple[Tensor, Tensor]:
 
 
 class FullGradients:
-    """Storages with full gradients of each unit, from when its reduction begins. It holds none of them alive.
+    """Storages with full gradients of each unit, from when autograd made them. It holds none of them alive.
 
     The gradients as autograd made them, and the messages that they travel in. What this rank owns whole becomes its
-    own gradient and is not counted.
+    own gradient, and is not counted from when its reduction begins.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.of_units: dict[str, list[StorageWeakRef]] = {}
+    def __init__(self, sharded: MatrixFSDP) -> None:
+        self.of_units: dict[str, list[tuple[StorageWeakRef, int]]] = {}
         self.most = 0
-        self._rank = rank
+        self.most_nbytes = 0
+        self._sharded = sharded
+        self._handles: list[RemovableHandle] = []
         self._start_reduce = Unit.start_reduce
 
     def __enter__(self) -> FullGradients:
         def start_reduce(unit: Unit) -> Reduction:
-            made = [p.unsharded.grad for p in unit.params if p.unsharded.grad is not None]  # type: ignore[union-attr]
-            refs = [StorageWeakRef(grad.untyped_storage()) for grad in made]
-            del made
             reduction = self._start_reduce(unit)
+            refs = self.of_units.setdefault(unit.name, [])
             owned = set()
             for piece in reduction._pieces:
-                ref = StorageWeakRef(piece.tensor.untyped_storage())
-                refs.append(ref)
+                refs.append(weak(piece.tensor))
                 whole = piece.tensor.nbytes == piece.tensor.untyped_storage().nbytes()
-                if piece.owner == self._rank and whole:
-                    owned.add(ref.cdata)
-            self.of_units[unit.name] = [ref for ref in refs if ref.cdata not in owned]
+                if piece.owner == self._sharded.rank and whole:
+                    owned.add(refs[-1][0].cdata)
+            self.of_units[unit.name] = [ref for ref in refs if ref[0].cdata not in owned]
             self.look()
             return reduction
 
+        def made(unit: Unit, param: Tensor) -> None:
+            assert param.grad is not None
+            refs = [ref for ref in self.of_units.get(unit.name, []) if not ref[0].expired()]
+            self.of_units[unit.name] = [*refs, weak(param.grad)]
+            self.look()
+
+        for sharded_unit in self._sharded.units:
+            for param in sharded_unit.params:
+                assert param.unsharded is not None
+                handle = param.unsharded.register_post_accumulate_grad_hook(
+                    partial(made, sharded_unit)
+                )
+                self._handles.append(handle)
         Unit.start_reduce = start_reduce  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         Unit.start_reduce = self._start_reduce  # type: ignore[method-assign]
+        for handle in self._handles:
+            handle.remove()
 
     def look(self) -> int:
         """Units with a full gradient alive."""
-        alive = sum(not all(ref.expired() for ref in refs) for refs in self.of_units.values())
-        self.most = max(self.most, alive)
-        return alive
+        alive = {
+            name: {ref.cdata: nbytes for ref, nbytes in refs if not ref.expired()}
+            for name, refs in self.of_units.items()
+        }
+        self.most = max(self.most, units := sum(map(bool, alive.values())))
+        self.most_nbytes = max(
+            self.most_nbytes, sum(sum(storages.values()) for storages in alive.values())
+        )
+        return units
+
+
+def weak(tensor: Tensor) -> tuple[StorageWeakRef, int]:
+    """A tensor's storage and its bytes."""
+    storage = tensor.untyped_storage()
+    return StorageWeakRef(storage), storage.nbytes()
 
 
 def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) -> None:
@@ -103,7 +136,7 @@ def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) 
     model, sharded = sharded_toy(prefetch, reshard, transport)
     kept = {"always": [], "default": sharded.units[-1:], "never": sharded.units}[reshard]
     gathered: dict[str, list[int]] = {"forward": [], "backward": []}
-    gradients = FullGradients(sharded.rank)
+    gradients = FullGradients(sharded)
 
     def look(direction: str) -> None:
         units = [u for u in sharded.units if u.transient_nbytes and u not in kept]
@@ -122,7 +155,7 @@ def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) 
         most = 0 if reshard == "never" else 1 + prefetch  # with "never" all are kept
         assert max(counts[DEPTH:]) == most, (direction, counts)  # the first pass records the order
     assert len(gradients.of_units) == DEPTH + 2
-    assert gradients.most == MAX_REDUCTIONS_IN_FLIGHT
+    assert gradients.most == 1 + MAX_REDUCTIONS_IN_FLIGHT  # one in backward
     assert sharded.gathered_nbytes == 0
     sharded.close()
 
@@ -141,6 +174,36 @@ def test_a_ring_keeps_to_the_same_bounds(prefetch: int) -> None:
 @pytest.mark.parametrize("transport", ["auto", "ring"])
 def test_gradients_that_travel_unpacked_are_bounded_alike(transport: str) -> None:
     run_distributed(storage_alive, 3, 1, "default", transport, 0)
+
+
+def full_gradients_on_no_owner(reduce_dtype: torch.dtype) -> int:
+    """Rank 0 owns all and returns the memory table's bytes; rank 1, whose gradients all travel, the most it held."""
+    unit.PACK_BELOW = 0
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    plan = sharded_toy(1, "default")[1].plan
+    on_first = [replace(shard, segments=(Segment(0, 0, shard.shape[0]),)) for shard in plan.shards]
+    plan = replace(plan, shards=tuple(on_first))
+    model, sharded = sharded_toy(1, "default", mp_policy=policy, plan=plan)
+    with FullGradients(sharded) as gradients:
+        for _ in range(2):
+            model(*my_batch()).backward()
+    if sharded.rank:
+        return gradients.most_nbytes
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    table = memory_table(
+        [ParamSpec(s.fqn, s.shape, s.role, s.unit, s.block_rows) for s in plan.shards],
+        plan,
+        PlanSettings(),
+        Precision(reduce=names[reduce_dtype]),
+        world_size=2,
+    )
+    return sum(t.bytes for t in table["matrix_fsdp"] if t.name.startswith("full gradients"))
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_full_gradients_are_the_memory_tables_to_the_byte(reduce_dtype: torch.dtype) -> None:
+    planned, held = run_distributed(full_gradients_on_no_owner, 2, reduce_dtype)
+    assert held == planned
 
 
 def accumulated_sums() -> None:
@@ -189,7 +252,7 @@ def accumulated() -> None:
     refs = [StorageWeakRef(grad.untyped_storage()) for grad in kept if grad is not None]
     del kept
     sharded.set_reduce_gradients(True)
-    with FullGradients(sharded.rank) as gradients:
+    with FullGradients(sharded) as gradients:
         model(*my_batch()).backward()
         assert gradients.look() == 0
     assert all(ref.expired() for ref in [*refs, *made])  # all are small here, and travel packed
