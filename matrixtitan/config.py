@@ -25,6 +25,9 @@ CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "train_configs"
 EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
 """Runs any config on the tokenizer and data that every machine has."""
 
+TOKENIZER_NAME = "tokenizer.model"
+"""The rank file in a folder."""
+
 NOT_NEGATIVE = (
     "lr",
     "weight_decay",
@@ -62,7 +65,8 @@ class ModelConfig:
         "its size: debug, 150M, 1B, 8B, 32B, 70B, 405B; bench and netlab for tools/bench.py",
     )
     tokenizer_path: str = key(
-        "", "tiktoken rank file, such as Llama 3's tokenizer.model; empty: the embedded one"
+        "",
+        "tiktoken rank file, or a folder with a tokenizer.model (Llama 3's); empty: the embedded",
     )
     tie_embeddings: bool | None = key(
         None, "one matrix for embedding and output; none: as the flavor has it"
@@ -523,6 +527,7 @@ def _problems(config: Config) -> Iterator[str]:
         "training.local_batch_size": training.local_batch_size,
         "training.max_consecutive_skips": training.max_consecutive_skips,
         "optimizer.precondition_frequency": config.optimizer.precondition_frequency,
+        "optimizer.max_precond_dim": config.optimizer.max_precond_dim,
         "checkpoint.interval": config.checkpoint.interval,
         "metrics.log_freq": config.metrics.log_freq,
         "profiling.profile_freq": config.profiling.profile_freq,
@@ -595,11 +600,20 @@ def _problems(config: Config) -> Iterator[str]:
         and schedule.warmup_steps + round(total * schedule.decay_ratio) > total
     ):
         yield "lr_scheduler.warmup_steps and decay_ratio overlap; lower one of them"
-    if config.checkpoint.keep_latest_k == 1:
+    validation, checkpoint = config.validation, config.checkpoint
+    if validation.steps != -1 and validation.steps < 1:
+        yield f"validation.steps is {validation.steps}; it must be at least 1, or -1 for all held-out data"
+    if validation.local_batch_size is not None and validation.local_batch_size < 1:
+        yield f"validation.local_batch_size is {validation.local_batch_size}; it must be at least 1"
+    if checkpoint.load_step < -1:
+        yield f"checkpoint.load_step is {checkpoint.load_step}; write a step, or -1 for the newest"
+    if checkpoint.initial_load_path and not checkpoint.enable:
+        yield "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
+    if checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k is 1; keep at least 2, since the newest may be incomplete (0 keeps all)"
     yield from _optimizer_problems(config.optimizer)
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op" and not (option.isdigit() and int(option) > 0):
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
         yield f"activation_checkpoint.selective_ac_option is {option!r}; write op or a number of blocks"
     yield from _missing_files(config)
 
@@ -629,12 +643,16 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
                 yield f"optimizer.{name} holds {beta}; each must be at least 0 and below 1"
     if not 0 <= optimizer.momentum < 1:
         yield f"optimizer.momentum is {optimizer.momentum}; it must be at least 0 and below 1"
+    if not optimizer.shampoo_beta < 1:
+        yield f"optimizer.shampoo_beta is {optimizer.shampoo_beta}; it must be below 1"
+    if not 0 <= optimizer.graft_beta <= 1:
+        yield f"optimizer.graft_beta is {optimizer.graft_beta}; it must be from 0 to 1"
     if not 1 <= optimizer.ns_steps < 100:
         yield f"optimizer.ns_steps is {optimizer.ns_steps}; it must be from 1 to 99"
     if not isinstance(optimizer.ns_coefficients, str):
         triples = optimizer.ns_coefficients
-        if not triples or any(len(triple) != 3 for triple in triples):
-            yield "optimizer.ns_coefficients must hold triples of numbers, one per step"
+        if not triples or any(len(t) != 3 or not all(map(math.isfinite, t)) for t in triples):
+            yield "optimizer.ns_coefficients must hold triples of finite numbers, one per step"
         if len(triples) > optimizer.ns_steps:
             yield (
                 f"optimizer.ns_coefficients holds {len(triples)} triples for optimizer.ns_steps {optimizer.ns_steps}; "
@@ -642,14 +660,20 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[str]:
             )
 
 
+def tokenizer_file(path: str) -> Path:
+    """The rank file that `model.tokenizer_path` means: the file itself, or a folder's tokenizer.model."""
+    file = Path(path).expanduser()
+    return file / TOKENIZER_NAME if file.is_dir() else file
+
+
 def _missing_files(config: Config) -> Iterator[str]:
     tokenizer = config.model.tokenizer_path
     embedded = f"To run on the embedded tokenizer and data instead, add {EMBEDDED_OVERRIDES}"
-    if tokenizer and not Path(tokenizer).expanduser().is_file():
+    if tokenizer and not tokenizer_file(tokenizer).is_file():
         yield (
-            f"model.tokenizer_path: there is no file {tokenizer!r}. Put the model's tiktoken rank file there "
-            "(for Llama 3, the tokenizer.model of the original download), or set the key to where it is. "
-            f"{embedded}"
+            f"model.tokenizer_path: there is no file {str(tokenizer_file(tokenizer))!r}. Put the model's tiktoken rank "
+            "file there (for Llama 3, the tokenizer.model of the original download), or set the key to where it is, "
+            f"or to a folder with a file {TOKENIZER_NAME} that is one. {embedded}"
         )
     if not config.data.sources:
         yield "data.sources is empty; name at least one source"
@@ -661,7 +685,8 @@ def _missing_files(config: Config) -> Iterator[str]:
                 "takes no path" if source.path else "needs a path"
             )
         for path in source.path:
-            if not glob.glob(str(Path(path).expanduser()), recursive=True):
+            file = Path(path).expanduser()
+            if not (file.exists() or glob.glob(str(file), recursive=True)):
                 yield (
                     f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} files there, "
                     f"or set the key to a file, folder or glob. {embedded}"

@@ -107,10 +107,6 @@ class Checkpointer:
         self._stager: HostStager | None = None
         self.patient_groups: list[dist.ProcessGroup] = []
         """Groups that wait for the slowest disk, so that training's timeout is not theirs."""
-        if config.initial_load_path and not config.enable:
-            raise ValueError(
-                "checkpoint.initial_load_path is set, but checkpoint.enable is false; set it to true"
-            )
         self._enabled = config.enable and not run.parallelism.dry_run_world_size
         if not self._enabled:
             return

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from matrixtitan.config import EMBEDDED_OVERRIDES
+from matrixtitan.config import EMBEDDED_OVERRIDES, tokenizer_file
 
 EMBEDDED_PATH = Path(__file__).parent / "assets" / "python_4096.tiktoken"
 
@@ -150,12 +150,9 @@ class Tokenizer:
         """Token ids of `text`, with BOS before and EOS after where asked for."""
         return [self.bos_id] * bos + self.encode_array(text).tolist() + [self.eos_id] * eos
 
-    def encode_ordinary_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of `text` as (T,) uint32. Most of the work is outside the "
-        "interpreter lock, so threads help."""
+        """Token ids of `text` as (T,) uint32. Most of the work is outside the
+        interpreter lock, so threads help."""
         pieces = [self._encode_piece(piece) for piece in _cut_long_runs(text)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -227,9 +224,7 @@ def load_tokenizer(path: str = "") -> Tokenizer:
 
     ValueError, with what to do, for a missing file or one that is not a rank file.
     """
-    file = Path(path).expanduser() if path else EMBEDDED_PATH
-    if file.is_dir():
-        file = file / "tokenizer.model"
+    file = tokenizer_file(path) if path else EMBEDDED_PATH
     if not file.is_file():
         raise ValueError(
             f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama 3's is "

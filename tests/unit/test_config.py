@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from matrixtitan.config import (
     load_config,
     to_toml,
 )
+from matrixtitan.data.tokenizer import EMBEDDED_PATH, load_tokenizer
 
 NEEDS_FILES = sorted(path.name for path in CONFIG_FOLDER.glob("llama_*.toml"))
 EMBEDDED = ["--model.tokenizer_path", "", "--data.sources", '[{type = "python_stdlib"}]']
@@ -43,6 +45,25 @@ def test_real_configs_say_what_they_lack_and_how_to_run_without(name: str) -> No
     assert "tokenizer.model" in message
     assert "data.sources[0].path" in message
     assert """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'""" in message
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_that_holds_one(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    text = (
+        f'[model]\ntokenizer_path = "{folder}"\n[data]\nsources = [{{ type = "python_stdlib" }}]\n'
+    )
+    with pytest.raises(ConfigError, match=r"llama/tokenizer\.model.* or to a folder with a file"):
+        load(tmp_path, text)
+    shutil.copy(EMBEDDED_PATH, folder / "tokenizer.model")
+    assert load(tmp_path, text).model.tokenizer_path == str(folder)
+    assert load_tokenizer(str(folder)).path == str(folder / "tokenizer.model")
+
+
+def test_a_path_with_brackets_is_that_path(tmp_path: Path) -> None:
+    (tmp_path / "part [1].txt").write_text("text")
+    sources = f'[data]\nsources = [{{ type = "text", path = "{tmp_path}/part [1].txt" }}]\n'
+    assert load(tmp_path, sources).data.sources[0].type == "text"
 
 
 def test_names_are_found_with_and_without_suffix_and_folder(
@@ -149,6 +170,15 @@ MISTAKES = [
     ("", ("--optimizer.betas", "[0.9, 1]"), r"optimizer\.betas holds 1\.0"),
     ("", ("--optimizer.momentum", "1.5"), r"optimizer\.momentum is 1\.5"),
     ("", ("--optimizer.ns_steps", "100"), r"optimizer\.ns_steps is 100"),
+    ("", ("--optimizer.ns_coefficients", "[[inf, 1, 1]]"), "triples of finite numbers"),
+    ("", ("--optimizer.max_precond_dim", "0"), r"optimizer\.max_precond_dim is 0"),
+    ("", ("--optimizer.shampoo_beta", "2"), r"optimizer\.shampoo_beta is 2"),
+    ("", ("--optimizer.graft_beta", "2"), r"optimizer\.graft_beta is 2"),
+    ("", ("--validation.local_batch_size", "-1"), r"validation\.local_batch_size is -1"),
+    ("", ("--validation.steps", "0"), r"validation\.steps is 0"),
+    ("", ("--checkpoint.load_step", "-7"), r"checkpoint\.load_step is -7"),
+    ("", ("--checkpoint.initial_load_path", "x"), r"checkpoint\.enable is false"),
+    ("", ("--activation_checkpoint.selective_ac_option", "²"), "write op or a number"),
     (
         "",
         ("--optimizer.ns_coefficients", "[[1, 2]]"),

@@ -69,7 +69,7 @@ def test_round_trip(embedded: Tokenizer, text: str) -> None:
 def test_bos_and_eos_where_asked(embedded: Tokenizer) -> None:
     plain = embedded.encode("pass")
     assert embedded.encode("pass", bos=True, eos=True) == [embedded.bos_id, *plain, embedded.eos_id]
-    assert embedded.encode_ordinary_batch(["pass", ""]) == [plain, []]
+    assert embedded.encode("") == []
 
 
 def test_compresses_source_code(embedded: Tokenizer) -> None:
