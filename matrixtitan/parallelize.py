@@ -134,9 +134,7 @@ def _fsdp2(
         model,
         specs,
         units=model.unit_names(),
-        mesh=mesh
-        if mesh.size(0) > 1
-        else mesh["dp_shard"],  # an axis of one would still be all-reduced over
+        mesh=mesh,
         device=device,
         dtype=dtype_of(config.training.dtype),
         param_dtype=dtype_of(config.training.mixed_precision_param),

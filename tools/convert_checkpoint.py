@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Weights between our checkpoints, Hugging Face's safetensors and torch.save files, in any direction (Llama).
 
+    ./run_train.sh --checkpoint.enable true  # which saves to outputs/debug/checkpoint
     tools/convert_checkpoint.py outputs/debug/checkpoint debug-hf --to huggingface
     tools/convert_checkpoint.py Llama-3.1-8B llama-8b --to matrixtitan --tokenizer Llama-3.1-8B/original/tokenizer.model
     tools/convert_checkpoint.py outputs/debug/checkpoint debug.pt --to torch
 
-The input's format is seen from its files. Start a run from the second with `--checkpoint.initial_load_path llama-8b`.
+The input's format is seen from its files. Start a run from `llama-8b` with `--checkpoint.initial_load_path llama-8b`.
 Tensors go through one at a time, so memory stays near the largest one; only a torch.save file is made as a whole.
 Values are never rounded unless --dtype asks for it. No file read can run code. Needs the `tools` extra.
 Next: `models/hf_llama.py`.

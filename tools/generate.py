@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Text from a checkpoint, so that a person can read what was learned.
 
+    ./run_train.sh --checkpoint.enable true
     tools/generate.py --checkpoint outputs/debug/checkpoint --prompt "def " --max-new-tokens 100 --temperature 0.8
 
 The model is built from the config saved with the checkpoint, and every tensor is verified as it is read. Converted

@@ -52,7 +52,7 @@ def vocabulary_and_merges(
     ranks: dict[bytes, int],
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Tokens as printable characters, and every pair that makes one, in the order in which pairs are merged."""
-    characters = _characters_of_bytes()
+    characters = characters_of_bytes()
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
@@ -63,7 +63,7 @@ def vocabulary_and_merges(
     return {spelled[token]: rank for token, rank in ranks.items()}, merges
 
 
-def _characters_of_bytes() -> list[str]:
+def characters_of_bytes() -> list[str]:
     """Byte-level BPE writes a byte as its own character where that is printable, else as the next from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from matrixtitan.config import Config, config_from_dict, find_config, load_config
+from matrixtitan.config import (
+    EMBEDDED_OVERRIDES,
+    Config,
+    config_from_dict,
+    find_config,
+    load_config,
+)
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.parallelize import model_specs, plan_settings
 from matrixtitan.plan.memory import Precision
@@ -37,7 +44,6 @@ from matrixtitan.plan.shard import ParamSpec
 from models import build_model
 from models.llama import Llama
 
-WITHOUT_FILES = ("--model.tokenizer_path", "", "--data.sources", '[{type = "python_stdlib"}]')
 LLAMA3_VOCAB = 128256
 """Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
 
@@ -69,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a config on the machines that the command line describes."""
     # a plan reads neither data nor text, so the config's files need not be here
-    config = load_config(["--config", options.config, *WITHOUT_FILES, *overrides])
+    embedded = shlex.split(EMBEDDED_OVERRIDES)
+    config = load_config(["--config", options.config, *embedded, *overrides])
     vocabulary = _vocabulary(options, config, overrides)
     with torch.device("meta"):
         model = build_model(

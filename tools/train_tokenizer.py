@@ -19,21 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import LLAMA3_PATTERN, load_tokenizer, write_ranks
+from tools.hf_tokenizer import characters_of_bytes
 
 NUM_SPECIAL_TOKENS = 2
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character: its own if it has one, else the next from U+0100 on."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
 
 
 def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -56,7 +44,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes of every token, by id."""
-    byte_of = _bytes_of_characters()
+    byte_of = {character: byte for byte, character in enumerate(characters_of_bytes())}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return [bytes(byte_of[character] for character in token) for token, _ in vocabulary]
 

@@ -88,8 +88,8 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
         return tokens, labels
 
     def _row(self, index: int) -> Tensor:
-        """Window number `index` from the start; past the end any window will do, for "
-        "its labels are ignored."""
+        """Window number `index` from the start; past the end any window will do, for
+        its labels are ignored."""
         if self.num_windows is not None and index >= self.num_windows:
             index = 0
         return self.windows.read(self.start_window + index)

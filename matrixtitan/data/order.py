@@ -124,8 +124,8 @@ class WindowOrder:
 
 
 def _turns(weights: Sequence[float]) -> list[int]:
-    """Turns of each source in a period, by largest remainder. ValueError for a "
-    "weight that is too small to have one."""
+    """Turns of each source in a period, by largest remainder. ValueError for a
+    weight that is too small to have one."""
     if len(weights) == 1:
         return [1]
     total = sum(weights)
@@ -147,8 +147,8 @@ def _turns(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave(turns: Sequence[int]) -> np.ndarray:
-    """The source of each turn in a period: always the one that is furthest behind "
-    "its share (smooth round robin)."""
+    """The source of each turn in a period: always the one that is furthest behind
+    its share (smooth round robin)."""
     schedule = np.empty(sum(turns), dtype=np.int32)
     credit = np.zeros(len(turns), dtype=np.int64)
     gain = np.asarray(turns, dtype=np.int64)

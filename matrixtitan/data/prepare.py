@@ -248,8 +248,8 @@ def _fill_cache(
     validation_fraction: float,
     on_bad_record: OnBadRecord,
 ) -> None:
-    """Under the lock: what an interrupted process left is removed; the folder gets "
-    "its name when all is in it."""
+    """Under the lock: what an interrupted process left is removed; the folder gets
+    its name when all is in it."""
     building = ready.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -335,8 +335,8 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
 
 
 class _Progress:
-    """A line on standard error: a bar in a terminal, else a line now and then. "
-    "Short work shows nothing."""
+    """A line on standard error: a bar in a terminal, else a line now and then.
+    Short work shows nothing."""
 
     _WIDTH = 30
 

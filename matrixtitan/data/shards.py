@@ -176,16 +176,16 @@ class TokenStream:
         self._starts = [0, *itertools.accumulate(len(shard) for shard in self._shards)]
 
     def __reduce__(self) -> tuple[type[TokenStream], tuple[list[Path], str]]:
-        """A loader's worker opens the files again: a pickled memory map would be a copy "
-        "of all the tokens."""
+        """A loader's worker opens the files again: a pickled memory map would be a copy
+        of all the tokens."""
         return TokenStream, self._arguments
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
-        """Windows of seq_len + 1 tokens, each beginning with the last token of the one "
-        "before; the rest is left out."""
+        """Windows of seq_len + 1 tokens, each beginning with the last token of the one
+        before; the rest is left out."""
         return max(0, (len(self) - 1) // seq_len)
 
     def read(self, start: int, count: int) -> np.ndarray:

@@ -29,8 +29,8 @@ class BadRecord(ValueError):
 
 
 class Record(NamedTuple):
-    """Bytes of one document, or of a piece of it: `begins` and `ends` say whether "
-    "it is its first and last."""
+    """Bytes of one document, or of a piece of it: `begins` and `ends` say whether
+    it is its first and last."""
 
     path: Path
     line: int  # where it begins, from 1
@@ -105,8 +105,8 @@ def _stdlib_files(key: str) -> list[Path]:
 
 
 def read_records(kind: str, files: Sequence[Path]) -> Iterator[Record | BadRecord]:
-    """Records of the files in order, as bytes; a file that cannot be read, or is "
-    "empty, yields a BadRecord."""
+    """Records of the files in order, as bytes; a file that cannot be read, or is
+    empty, yields a BadRecord."""
     document = 0
     for path in files:
         try:
@@ -183,8 +183,8 @@ def text_of(kind: str, record: Record, field: str) -> str:
 
 
 def read_texts(kind: str, files: Sequence[Path], field: str = "text") -> Iterator[str]:
-    """The texts of a source, one by one; the first bad record is raised, except "
-    "that the library's are left out."""
+    """The texts of a source, one by one; the first bad record is raised, except
+    that the library's are left out."""
     for record in read_records(kind, files):
         try:
             if isinstance(record, BadRecord):

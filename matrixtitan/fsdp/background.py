@@ -21,9 +21,8 @@ SMALLEST_CHUNK_BYTES = 24 * 1024
 def chunk_bytes(total: int, world_size: int) -> int:
     """Chunk size for an operation that moves `total` bytes; the same on every rank.
 
-    A chunk is forwarded, or added, while the next arrives. Small ones keep all links busy: on 8 hosts at 10 Mbit/s,
-    64 kB at the least cost a step 5%, 32 kB 1%. Large ones cost fewer messages: at 200 Mbit/s 32 kB take 7% less than
-    16 kB.
+    A chunk is forwarded, or added, while the next arrives. Small ones keep all links busy, which slow links need; large
+    ones cost fewer messages, which the CPU needs where links are fast.
     """
     return min(CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total // (8 * world_size)))
 

@@ -47,10 +47,6 @@ class ShardedParam:
     def fqn(self) -> str:
         return self.shard.fqn
 
-    @property
-    def owned_here(self) -> bool:
-        return self.segment is not None
-
     def bind(self, sharded: Tensor, unsharded: Tensor) -> None:
         """Give both lives their storage. The tensors must be aliases: see [Note: refilling ...] in buffers.py."""
         self.sharded = nn.Parameter(sharded, requires_grad=self.trainable)
@@ -76,10 +72,10 @@ class ShardedParam:
                 )
             setattr(slot.module, slot.name, self.unsharded)
 
-    def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The full local gradient (shape of the full parameter) in `dtype`, unreduced ones included; None if unused.
+    def take_gradient(self) -> Tensor | None:
+        """The full local gradient (shape of the full parameter), unreduced ones included; None if unused.
 
-        The result is no longer referenced from here.
+        In compute dtype, or in reduce dtype where one was kept unreduced. It is no longer referenced from here.
         """
         assert self.unsharded is not None
         grad, self.unsharded.grad = self.unsharded.grad, None
@@ -90,5 +86,5 @@ class ShardedParam:
 
     def keep_gradient(self, dtype: torch.dtype) -> None:
         """Accumulate the local gradient without reducing it, in `dtype` (reduce dtype)."""
-        grad = self.take_gradient(dtype)
+        grad = self.take_gradient()
         self.unreduced_grad = None if grad is None else grad.to(dtype)

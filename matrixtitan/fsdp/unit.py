@@ -209,7 +209,7 @@ class Unit:
         """Forget full gradients that were not reduced."""
         for param in self.params:
             if param.trainable:
-                param.take_gradient(self.reduce_dtype)
+                param.take_gradient()
 
     def start_reduce(self) -> Reduction:
         """Send every gradient to its owner. A parameter unused on this rank counts as zeros, so that ranks agree on
@@ -221,7 +221,7 @@ class Unit:
             if not param.trainable:
                 continue
             shard = param.shard
-            grad = param.take_gradient(self.reduce_dtype)
+            grad = param.take_gradient()
             if grad is None:
                 grad = torch.zeros(shard.shape, dtype=self.reduce_dtype, device=self._comm.device)
             grad = grad.to(self.reduce_dtype).contiguous()

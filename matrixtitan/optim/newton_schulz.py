@@ -19,6 +19,7 @@ from torch import Tensor
 
 from matrixtitan.optim import onednn
 from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BATCHED_FORMS, FORMS, ONEDNN_ROWS
+from matrixtitan.plan.cost import FIRST_RESTART, RESTART_EVERY  # which prices them
 
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
@@ -43,14 +44,6 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
 
 POLAR_EXPRESS_SAFETY = 1.01
 """Each polynomial but the last is stretched by it, so that a value rounded above 1 is not thrown out of range."""
-
-FIRST_RESTART = 2
-RESTART_EVERY = 3
-"""Steps of the Gram form before its first restart and between later ones. In bfloat16 the Gram matrix of a low-rank
-input has eigenvalues of about -1e-3 where the exact ones are 0, and each update of it multiplies them by a^2 (12 for
-the quintic, 69 for Polar Express' first). Multiplying the polynomial into X and forming X X^T anew makes them small
-again before they pass 1. Two chunks do for the usual 5 steps: https://tridao.me/blog/2026/gram-newton-schulz/"""
-
 
 BATCH_ELEMENTS = 1 << 26
 """Elements in one batch at most: 256 MB in float32."""
@@ -327,7 +320,13 @@ def _by_gram(x: Tensor, chunks: Sequence[Sequence[Triple]], choice: FormChoice) 
 
 
 def _chunks(coefficients: Sequence[Triple]) -> list[Sequence[Triple]]:
-    """The steps between restarts."""
+    """The steps between restarts.
+
+    In bfloat16 the Gram matrix of a low-rank input has eigenvalues of about -1e-3 where the exact ones are 0, and each
+    update of it multiplies them by a^2 (12 for the quintic, 69 for Polar Express' first). Multiplying the polynomial
+    into X and forming X X^T anew makes them small again before they pass 1. Two chunks do for the usual 5 steps:
+    https://tridao.me/blog/2026/gram-newton-schulz/
+    """
     chunks = [coefficients[:FIRST_RESTART]]
     for start in range(FIRST_RESTART, len(coefficients), RESTART_EVERY):
         chunks.append(coefficients[start : start + RESTART_EVERY])

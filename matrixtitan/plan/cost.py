@@ -40,9 +40,9 @@ quotient, update."""
 EIGH_FLOPS = 9
 """n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3).
 """
-GRAM_FIRST_CHUNK, GRAM_CHUNK = 2, 3
-"""Steps of Newton-Schulz's Gram form before it first goes back to the long matrix, and between
-later restarts."""
+FIRST_RESTART, RESTART_EVERY = 2, 3
+"""Steps of Newton-Schulz's Gram form before its first restart, where it goes back to the long matrix,
+and between later ones; `optim/newton_schulz.py` restarts there and says why."""
 
 
 GLOO_WORKERS = 2
@@ -186,7 +186,7 @@ def newton_schulz_flops(
     """
     short, long = sorted((rows, cols))
     standard = steps * (4 * short * short * long + 2 * short**3)
-    chunks = 1 + ceil(max(0, steps - GRAM_FIRST_CHUNK) / GRAM_CHUNK)
+    chunks = 1 + ceil(max(0, steps - FIRST_RESTART) / RESTART_EVERY)
     gram = chunks * 4 * short * short * long + (4 * steps - 3 * chunks) * 2 * short**3
     return {"standard": standard, "gram": gram, "auto": min(standard, gram)}[form]
 
@@ -231,12 +231,6 @@ def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
         flops = count * optimizer_flops(rows, cols, settings)
     resident = ResidentBytes(parameters, numel * settings.grad_bytes, state)
     return BlockCost(param.block_rows, numel, resident, flops)
-
-
-def segment_bytes(param: Parameter, rows: int, settings: CostSettings) -> ResidentBytes:
-    """Resident bytes of `rows` rows of `param` (whole blocks) on the rank that holds them."""
-    blocks = rows // param.block_rows
-    return ResidentBytes(*(blocks * part for part in block_cost(param, settings).resident))
 
 
 # ---------------------------------------------------------------- one plan

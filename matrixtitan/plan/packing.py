@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+CLEAR_MARGIN = 1.02
+"""A packing of cut parameters must beat one of whole ones by this factor: cutting costs messages."""
+
 MAX_SWAPS = 1000
 """Improving exchanges tried at most; each is applied to all ranks with the same contents at once.
 """
@@ -53,13 +56,13 @@ class Packing:
     def max_flops(self) -> int:
         return max(self.weigh(content).flops for content in self.contents)
 
-    def clearly_better_than(self, other: Packing, tolerance: float) -> bool:
-        """Fewer bytes than `other` beyond the tolerance, or as few and fewer FLOPs beyond it."""
-        margin = 1 + tolerance
-        if self.max_bytes * margin < other.max_bytes:
+    def clearly_better_than(self, other: Packing) -> bool:
+        """Fewer bytes than `other` beyond the margin, or as few and fewer FLOPs beyond it."""
+        if self.max_bytes * CLEAR_MARGIN < other.max_bytes:
             return True
         return (
-            self.max_bytes <= other.max_bytes * margin and self.max_flops * margin < other.max_flops
+            self.max_bytes <= other.max_bytes * CLEAR_MARGIN
+            and self.max_flops * CLEAR_MARGIN < other.max_flops
         )
 
     def ranks(self) -> list[Counter[Load]]:
@@ -74,13 +77,12 @@ class Packing:
         ]
 
 
-def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: float) -> Packing:
-    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, within `tolerance` of it,
-    least FLOPs.
+def best_packing(pieces: Counter[Load], ranks: int, poured: int) -> Packing:
+    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, at no more bytes, least
+    FLOPs.
 
     `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting
-    level are free. The tolerance is spent only where it saves at least a quarter of itself in
-    FLOPs.
+    level are free.
     """
     loads = tuple(sorted(pieces, reverse=True))
     counts = [pieces[load] for load in loads]
@@ -89,16 +91,11 @@ def best_packing(pieces: Counter[Load], ranks: int, poured: int, tolerance: floa
     target = max([-(-total.flops // ranks), *(load.flops for load in loads)])
     by_bytes = _improve(loads, _longest_first(loads, counts, ranks, "bytes"), "bytes", floor, None)
     least = Packing(loads, by_bytes, floor).max_bytes
-
-    def fastest(cap: int) -> Packing:
-        starts = (by_bytes, _longest_first(loads, counts, ranks, "flops", cap))
-        packings = [
-            Packing(loads, _improve(loads, start, "flops", target, cap), floor) for start in starts
-        ]
-        return min(packings, key=lambda packing: (max(packing.max_bytes, cap), packing.max_flops))
-
-    tight, loose = fastest(least), fastest(int(least * (1 + tolerance)))
-    return loose if loose.max_flops * (1 + tolerance / 4) < tight.max_flops else tight
+    starts = (by_bytes, _longest_first(loads, counts, ranks, "flops", least))
+    packings = [
+        Packing(loads, _improve(loads, start, "flops", target, least), floor) for start in starts
+    ]
+    return min(packings, key=lambda packing: (max(packing.max_bytes, least), packing.max_flops))
 
 
 def water_level(held: Sequence[int], poured: int) -> int:

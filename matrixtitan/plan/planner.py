@@ -1,9 +1,9 @@
 """Who owns what: one global, deterministic placement of a model's parameters on the ranks of a
 shard group.
 
-Owns the objective: least resident bytes on the fullest rank (to a tolerance), then least optimizer
-FLOPs on the busiest one, then equal shapes together and units spread. It measures nothing,
-communicates nothing and knows no model. Prices come from `cost.py`, words from `shard.py`;
+Owns the objective: least resident bytes on the fullest rank, then least optimizer FLOPs on the
+busiest one, then equal shapes together and units spread. It measures nothing, communicates nothing
+and knows no model. Prices come from `cost.py`, words from `shard.py`;
 `packing.py`, next, balances the ranks and `dealing.py` names the owners.
 """
 
@@ -31,19 +31,15 @@ not cut, and a rank that lacks less gets no rows."""
 class PlanSettings(CostSettings):
     """Costs (see CostSettings) and how to weigh them.
 
-    `bytes_tolerance`: how far above the least possible the fullest rank's bytes may be, where that
-    saves optimizer time. `egress_cap`: no rank may hold more than this many times the mean share of
-    a unit (a unit's largest uncuttable piece apart), for transports bound by an owner's fan-out;
-    None leaves units as balance puts them.
+    `egress_cap`: no rank may hold more than this many times the mean share of a unit (a unit's
+    largest uncuttable piece apart), for transports bound by an owner's fan-out; None leaves units
+    as balance puts them.
     """
 
-    bytes_tolerance: float = 0.02
     egress_cap: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bytes_tolerance < 0:
-            raise ValueError(f"bytes_tolerance {self.bytes_tolerance} is negative")
         if self.egress_cap is not None and self.egress_cap < 1:
             raise ValueError(
                 f"egress_cap {self.egress_cap} is below 1, the mean: nothing could meet it; "
@@ -130,9 +126,8 @@ class _Placement:
                 Counter(piece.kind.load for piece in pieces),
                 self.world_size,
                 poured,
-                settings.bytes_tolerance,
             )
-            if best is None or packing.clearly_better_than(best[1], settings.bytes_tolerance):
+            if best is None or packing.clearly_better_than(best[1]):
                 best = (pieces, packing)
         assert best is not None
         pieces, packing = best

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -188,8 +188,3 @@ class Plan:
                 for entry in data["shards"]
             ),
         )
-
-
-def units_of(specs: Sequence[ParamSpec]) -> list[str]:
-    """Unit names in order of first appearance."""
-    return list(dict.fromkeys(spec.unit for spec in specs))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matrixtitan.plan.cost import block_cost, rank_bytes
+from matrixtitan.plan.packing import CLEAR_MARGIN
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
 
@@ -94,7 +95,7 @@ def test_bytes_are_all_accounted_for_and_near_balance(
         [0, *stacks, *tails.values(), *(whole[s.fqn] for s in uncut if s.role == "matrix")]
     )
     mean = sum(held) / world_size
-    assert max(held) <= (mean + largest) * (1 + chosen.bytes_tolerance) + 1
+    assert max(held) <= (mean + largest) * CLEAR_MARGIN + 1
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from matrixtitan.optim import SOAP, Muon, Shampoo
-from matrixtitan.plan.cost import CostSettings, segment_bytes
+from matrixtitan.plan.cost import CostSettings, block_cost
 from matrixtitan.plan.shard import ParamSpec
 
 SHAPES = [(6, 10), (24, 8), (16, 16), (3, 8, 12)]
@@ -51,4 +51,6 @@ def test_state_bytes(
     rows = shape[0]
     spec = ParamSpec("p", shape, "matrix", "u", rows if len(shape) == 2 else 1)
     stored = CostSettings(param_bytes=dtype.itemsize, state_bytes=dtype.itemsize, **settings)
-    assert segment_bytes(spec, rows, stored).optimizer_state == _allocated(optimizer)
+    blocks = rows // spec.block_rows
+    state = blocks * block_cost(spec, stored).resident.optimizer_state
+    assert state == _allocated(optimizer)
