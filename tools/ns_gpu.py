@@ -118,8 +118,8 @@ def row(name: str, shapes: list[tuple[tuple[int, int], int]], seconds: float, ra
     params: list[list[nn.Parameter]] = [[], []]
     standard = cheapest = 0
     for shape, count in shapes:
-        standard += count * newton_schulz_flops(*shape)
-        cheapest += count * newton_schulz_flops(*shape, form="auto")
+        standard += count * newton_schulz_flops(*shape, form="standard")
+        cheapest += count * newton_schulz_flops(*shape)
         for _ in range(count):
             start, grad = (torch.randn(shape, device="cuda") * 0.02 for _ in range(2))
             for copies in params:

@@ -243,7 +243,7 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield f"balance.resident_bytes   {balance['resident_bytes']:.4f}   (max / mean over ranks)"
-    iteration = f"   ({figures['ns_steps']} Newton-Schulz steps, {figures['ns_form']} form)"
+    iteration = f"   ({figures['ns_steps']} Newton-Schulz steps, in the form that takes fewer)"
     yield f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}" + (
         iteration if figures["matrix_optimizer"] == "muon" else ""
     )

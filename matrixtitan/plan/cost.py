@@ -68,7 +68,6 @@ class CostSettings:
     grad_bytes: int = 4
     state_bytes: int = 4
     ns_steps: int = 5
-    ns_form: NewtonSchulzForm = "standard"
     precondition_frequency: int = 10
     max_precond_dim: int | None = None
     shampoo_moments: int = 2
@@ -174,7 +173,7 @@ def state_elements(rows: int, cols: int, settings: CostSettings) -> dict[str, in
 
 
 def newton_schulz_flops(
-    rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "standard"
+    rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "auto"
 ) -> int:
     """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long
     side.
@@ -182,7 +181,8 @@ def newton_schulz_flops(
     Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n). Gram:
     the iteration runs on m x m matrices, four products a step, and touches X twice per chunk of
     steps; a chunk's first step has no product to extend (one less), its last no Gram matrix to
-    carry on (two less). "auto": the cheaper one, which is Gram for five steps once n is over 1.5 m.
+    carry on (two less). "auto", as Muon has it but for small matrices on a CPU: the cheaper one,
+    which is Gram for five steps once n is over 1.5 m.
     """
     short, long = sorted((rows, cols))
     standard = steps * (4 * short * short * long + 2 * short**3)
@@ -203,7 +203,7 @@ def optimizer_flops(rows: int, cols: int, settings: CostSettings) -> int:
     factors = _factors(rows, cols, settings)
     match settings.matrix_optimizer:
         case "muon":
-            return newton_schulz_flops(rows, cols, settings.ns_steps, settings.ns_form)
+            return newton_schulz_flops(rows, cols, settings.ns_steps)
         case "adamw":
             return elementwise
         case "shampoo":

@@ -103,7 +103,6 @@ def report(
         "link_gbit": machine.link_rate * 8 / 1e9,
         "matrix_optimizer": settings.matrix_optimizer,
         "ns_steps": settings.ns_steps,
-        "ns_form": settings.ns_form,
         "digest": plan.digest,
         "balance": {
             "resident_bytes": max_over_mean([part.total for part in resident]),

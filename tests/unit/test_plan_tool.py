@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_the_egress_cap_of_a_config_reaches_the_planner(
     assert main([*argv, "1.5", "--json"]) == 0
     capsys.readouterr()
     assert main([*argv, "1.0"]) != 0
-    assert "egress_cap 1.0 cannot be met: rank 0" in capsys.readouterr().err
+    assert re.search(r"egress_cap 1\.0 cannot be met: rank \d would", capsys.readouterr().err)
 
 
 def test_printed_form(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +139,7 @@ def test_printed_form(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for part in (
         "balance.resident_bytes   1.0",
-        "5 Newton-Schulz steps, standard form",
+        "5 Newton-Schulz steps, in the form that takes fewer",
         "of 14336x4096",
         "fullest (rank",
         "matrix_fsdp, star (most)",
