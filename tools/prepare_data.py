@@ -4,8 +4,8 @@
         --tokenizer tokenizer.model --output shards/corpus
 
 A run then reads them with `--data.sources '[{type="shards", path="shards/corpus"}]'` and the same tokenizer. The
-output folder appears when all shards are in it; an interrupted call leaves only a `.building` folder, which the next
-one removes. Very large corpora: one call per part, on as many machines as you like, and a source with all the folders
+output folder appears when all shards are in it; a killed call leaves only a `.building` folder, which the next one
+removes. Very large corpora: one call per part, on as many machines as you like, and a source with all the folders
 as its path.
 """
 
@@ -48,30 +48,36 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens a file (default %(default)s)"
     )
-    parser.add_argument("--threads", type=int, help="default: one per core")
+    parser.add_argument("--threads", type=int, help="1 or more (default: one per core)")
     return parser.parse_args(argv)
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """ValueError for text that cannot be used, or an output folder that exists."""
+    """ValueError for text that cannot be used, or an output folder that exists; OSError where it cannot be written."""
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists already; remove it or choose another")
     if not 0 <= args.validation_fraction <= 1:
         raise ValueError(f"--validation-fraction {args.validation_fraction} is not from 0 to 1")
+    if args.shard_tokens < 1 or (args.threads is not None and args.threads < 1):
+        raise ValueError("--shard-tokens and --threads must be at least 1")
+    tokenizer = load_tokenizer(args.tokenizer)
     building = args.output.with_name(args.output.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    counts = tokenize(
-        TextSource(args.type, args.path, args.field, key="--path"),
-        load_tokenizer(args.tokenizer),
-        building,
-        validation_fraction=args.validation_fraction,
-        on_bad_record=args.on_bad_record,
-        shard_tokens=args.shard_tokens,
-        num_threads=args.threads,
-    )
-    (building / "counts.json").write_text(json.dumps(asdict(counts)))
-    building.rename(args.output)
+    try:
+        counts = tokenize(
+            TextSource(args.type, args.path, args.field, key="--path"),
+            tokenizer,
+            building,
+            validation_fraction=args.validation_fraction,
+            on_bad_record=args.on_bad_record,
+            shard_tokens=args.shard_tokens,
+            num_threads=args.threads,
+        )
+        (building / "counts.json").write_text(json.dumps(asdict(counts)))
+        building.rename(args.output)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
     print(
         f"{args.output}: {sum(counts.documents):,} documents, {sum(counts.tokens):,} tokens, "
         f"{counts.tokens[1]:,} of them held out, {counts.skipped:,} bad records skipped"
@@ -82,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     init_logger()
     try:
         prepare(parse_arguments(argv))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

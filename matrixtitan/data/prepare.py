@@ -44,7 +44,7 @@ OnBadRecord = Literal["error", "skip"]
 
 SHARD_TOKENS = 1 << 30
 _TASK_BYTES = 1 << 20
-_CACHE_VERSION = 1  # raised when the same text would give other shards
+_CACHE_VERSION = 2  # raised when the same text would give other shards
 _NAMED_SKIPS = 5  # bad records that are logged one by one; the others are only counted
 
 
@@ -198,10 +198,13 @@ def _encode(
         except BadRecord as error:
             if not skip:
                 raise ValueError(
-                    f'{source.key}: {error}. To leave such records out: data.on_bad_record = "skip"'
+                    f'{source.key}: {error}. To leave such records out: data.on_bad_record = "skip" '
+                    "(of prepare_data: --on-bad-record skip)"
                 ) from None
             skipped.append(str(error))
-            continue
+            if isinstance(record, BadRecord) or (record.begins and record.ends):
+                continue
+            tokens = np.empty(0, dtype)  # a piece of a longer document, which keeps its marks
         split = split_of(record.document, validation_fraction)
         parts[split] += [bos] * record.begins + [tokens] + [eos] * record.ends
         documents[split] += record.begins

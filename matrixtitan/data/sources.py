@@ -105,10 +105,13 @@ def _stdlib_files(key: str) -> list[Path]:
 
 
 def read_records(kind: str, files: Sequence[Path]) -> Iterator[Record | BadRecord]:
-    """Records of the files in order, as bytes; a file that cannot be read, or is
-    empty, yields a BadRecord."""
+    """Records of the files in order, as bytes; a file that cannot be read, or is empty, yields a BadRecord.
+
+    Where one breaks off within a document, an empty piece ends that.
+    """
     document = 0
     for path in files:
+        ends = True
         try:
             with _open(path) as file:
                 for record in (
@@ -116,10 +119,14 @@ def read_records(kind: str, files: Sequence[Path]) -> Iterator[Record | BadRecor
                     if kind == "jsonl"
                     else _pieces(path, file, document)
                 ):
-                    document = record.document + 1 if record.ends else record.document
+                    ends = record.ends
+                    document = record.document + ends
                     yield record
         except (OSError, EOFError, zlib.error) as error:  # gzip's errors are among them
             yield BadRecord(f"{path}: cannot be read: {error}")
+            if not ends:
+                yield Record(path, 0, b"", document, begins=False)
+                document += 1
         except BadRecord as error:
             yield error
 
@@ -130,12 +137,12 @@ def _open(path: Path) -> BinaryIO:
 
 def _lines(path: Path, file: BinaryIO, document: int) -> Iterator[Record]:
     """One document a line; blank lines count for the line numbers only."""
-    number = 0
+    first = document
     for number, raw in enumerate(file, start=1):
         if raw.strip():
             yield Record(path, number, raw, document)
             document += 1
-    if number == 0:
+    if document == first:
         raise BadRecord(f"{path}: the file is empty")
 
 

@@ -243,8 +243,38 @@ def test_bad_file(
     assert tokens_of(tmp_path / "skipping", "train", tokenizer) == packed(["good", "fine"])
 
 
-def test_empty_jsonl_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "a.jsonl").touch()
+@pytest.mark.parametrize(
+    ("content", "name", "kept"),
+    [
+        (b"one\n" * 15 + b"\xff\n" + b"two\n" * 15, "b.txt", "one\n" * 13 + "two\n" * 4),
+        (b"\xff\n" + b"two\n" * 30, "b.txt", "two\n" * 17),
+        (b"one\n" * 30 + b"\xff", "b.txt", "one\n" * 26),
+        (gzip.compress(b"one\n" * 50_000, 0)[:-100], "b.txt.gz", None),
+    ],
+)
+def test_a_long_file_with_a_bad_piece_stays_one_document(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
+    name: str,
+    kept: str | None,
+) -> None:
+    """Without its bad piece, but with its marks: the next document does not run into it."""
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 50)
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "c.txt").write_text("next")
+    paths = [str(tmp_path / name), str(tmp_path / "c.txt")]
+    counts = make(TextSource("text", paths), tokenizer, tmp_path / "out", on_bad_record="skip")
+    tokens = tokens_of(tmp_path / "out", "train", tokenizer)
+    assert [t for t in tokens if t >= 256] == [BOS, EOS, BOS, EOS]
+    assert counts.documents == (2, 0)
+    assert kept is None or tokens == packed([kept, "next"])
+
+
+@pytest.mark.parametrize("content", ["", "\n \n\n"])
+def test_empty_jsonl_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=r"a\.jsonl: the file is empty"):
         make(jsonl(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out")
 
@@ -427,7 +457,10 @@ def test_prepare_data_tool(
     argv = ["--type", "jsonl", "--path", str(corpus), "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="no field 'text'"):
         tool.main([*argv, "--tokenizer", tokenizer.path])
-    assert not (tmp_path / "out").exists()
+    for wrong in (["--threads", "0"], ["--shard-tokens", "-1"], ["--output", "/dev/null/out"]):
+        with pytest.raises(SystemExit, match=wrong[0] if wrong[0] != "--output" else "/dev/null"):
+            tool.main([*argv, "--tokenizer", tokenizer.path, *wrong])
+    assert not list(tmp_path.glob("out*"))
     tool.main(
         [*argv, "--tokenizer", tokenizer.path, "--field", "body", "--validation-fraction", "0"]
     )
