@@ -3,10 +3,11 @@
     python tools/sweep.py --config debug_soap,debug_adamw --nproc 2 --grid optimizer.lr=0.002,0.004 \\
         --grid debug.seed=0,1,2
 
-Every `--grid key=a,b,c` is one axis; other `--section.key value` pairs go to every run as they are. `--jobs` runs are
-made at a time; their times are only comparable where each has cores of its own. Each finished run is a line of
-OUT/results.jsonl, and a run that has its line is not made again, so an interrupted sweep goes on and a finer grid
-adds to a coarse one. Seeds (debug.seed) are averaged in the table.
+Every `--grid key=a,b,c` is one axis (commas within brackets do not part values); other `--section.key value` pairs go
+to every run as they are. `--jobs` runs are made at a time; their times are only comparable where each has cores of
+its own. Each finished run is a line of OUT/results.jsonl, and a run that has its line is not made again, so an
+interrupted sweep goes on and a finer grid adds to a coarse one. Its log is OUT/runs/NAME/log.txt. Seeds (debug.seed)
+are averaged in the table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = "debug.seed"
@@ -48,14 +50,33 @@ class Result:
 
 def parse_axis(text: str) -> tuple[str, list[str]]:
     """("key", values) of "key=a,b,c"."""
-    key, _, values = text.partition("=")
-    if not key or not values:
+    key, _, rest = text.partition("=")
+    values = [""]
+    depth = 0
+    for character in rest:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    if not key or not all(values):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form section.key=value,value")
-    return key, values.split(",")
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r} has a value twice")
+    return key, values
+
+
+def run_folder(out: Path, settings: Settings) -> Path:
+    """Where a run's files go; quoted, for values that are paths or lists."""
+    values = (f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
+    return out / "runs" / quote("_".join(values), safe="")
 
 
 def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> Result:
-    """Train once and read back the curves. Raises RuntimeError with the end of the log where training fails."""
+    """Train once and read back the curves. Raises RuntimeError with the end of the log where training fails.
+
+    Paths in the settings are taken from the working folder, as train.py takes them.
+    """
     overrides = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = [
         sys.executable,
@@ -64,16 +85,17 @@ def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> R
         "--standalone",
         f"--nproc-per-node={nproc}",
     ]
-    command += ["train.py", *overrides, *fixed]
+    command += [str(ROOT / "train.py"), *overrides, *fixed]
     command += ["--job.dump_folder", str(folder), "--validation.enable", "true"]
     start = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(
-            f"{settings} failed with exit code {done.returncode}:\n{done.stdout[-3000:]}"
+            f"{settings} failed with exit code {done.returncode}; {log} ends with\n{log.read_text()[-3000:]}"
         )
     scalars = read_scalars(folder / "tb")
     first, *later = [value for _, value in scalars["time/optimizer_ms"]]
@@ -169,7 +191,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--config",
-        type=lambda text: text.split(","),
+        type=lambda text: parse_axis(f"config={text}")[1],
         default=["debug"],
         help="config of every run; several, with commas, are one more axis (default debug)",
     )
@@ -182,11 +204,15 @@ def main() -> None:
         "--out", type=Path, default=Path("outputs/sweep"), help="folder (default outputs/sweep)"
     )
     arguments, fixed = parser.parse_known_args()
+    if arguments.nproc < 1 or arguments.jobs < 1:
+        parser.error("--nproc and --jobs must be at least 1")
+    axes = [("config", arguments.config), *arguments.grid]
+    if len(dict(axes)) < len(axes):
+        parser.error("a key has two --grid; give its values in one")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     check_same_sweep(out / "sweep.json", {"nproc": arguments.nproc, "fixed": fixed})
     path = out / "results.jsonl"
-    axes = [("config", arguments.config), *arguments.grid]
     grid = [
         dict(zip((key for key, _ in axes), values, strict=True))
         for values in product(*(values for _, values in axes))
@@ -197,9 +223,7 @@ def main() -> None:
     ]
 
     def make(settings: Settings) -> Result:
-        values = (f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
-        folder = out / "runs" / "_".join(values)
-        return run(settings, fixed, arguments.nproc, folder)
+        return run(settings, fixed, arguments.nproc, run_folder(out, settings))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         runs = [pool.submit(make, settings) for settings in missing]
@@ -222,4 +246,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")

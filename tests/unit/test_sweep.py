@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.sweep import Result, by_settings, check_same_sweep, load_results, parse_axis, plot, table
+from tools.sweep import (
+    Result,
+    by_settings,
+    check_same_sweep,
+    load_results,
+    main,
+    parse_axis,
+    plot,
+    run,
+    run_folder,
+    table,
+)
 
 
 def result(lr: str, seed: str, loss: float) -> Result:
@@ -60,3 +71,50 @@ def test_an_axis_needs_a_key_and_values(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"section\.key"):
         parse_axis(text)
     assert parse_axis("optimizer.lr=1,2") == ("optimizer.lr", ["1", "2"])
+
+
+def test_commas_within_brackets_do_not_part_values() -> None:
+    lists = '[{pattern="a", lr=1}, {pattern="b"}]'
+    assert parse_axis(f"optimizer.groups=[],{lists}") == ("optimizer.groups", ["[]", lists])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grid", "optimizer.lr=1,2,1"], "has a value twice"),
+        (["--config", "debug,debug"], "has a value twice"),
+        (["--grid", "optimizer.lr=1", "--grid", "optimizer.lr=2"], "a key has two --grid"),
+        (["--jobs", "0"], "--nproc and --jobs must be at least 1"),
+        (["--nproc", "-1"], "--nproc and --jobs must be at least 1"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sweep.py", "--out", str(tmp_path / "out"), *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
+    values = ["a/b", "a-b", "[1, 2]", "[1,2]", "../x"]
+    folders = [run_folder(tmp_path, {"config": value, "debug.seed": "0"}) for value in values]
+    assert len(set(folders)) == len(values)
+    assert all(folder.parent == tmp_path / "runs" for folder in folders)
+
+
+def test_a_failed_run_keeps_its_log_and_paths_are_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text("[training]\nsteps = -3\n")
+    folder = run_folder(tmp_path, {"config": "mine.toml"})
+    with pytest.raises(RuntimeError, match=r"log\.txt ends with\n(.*\n)*.*training\.steps is -3"):
+        run({"config": "mine.toml"}, [], 1, folder)
+    assert "training.steps is -3" in (folder / "log.txt").read_text()
