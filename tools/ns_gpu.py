@@ -5,7 +5,7 @@
 
 Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
 the same run, that a call's own FLOPs reach. The first two tables are what `newton_schulz.choose_form` and the "cuda"
-entry of `BATCH_LIMIT` should follow; those stand on FLOPs and on a guess so far.
+entry of `BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so far.
 """
 
 from __future__ import annotations

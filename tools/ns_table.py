@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import log
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +30,12 @@ TABLE = Path(ns.__file__).with_name("newton_schulz_table.py")
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)
 DEPTHS = (0, 1, 2, 3)
-BATCH_SIZES = (16, 32, 64, 128, 256)
+BATCHED_SIZES = (16, 32, 64, 128)
+BATCH_ELEMENTS = tuple(factor << power for power in range(13, 19) for factor in (2, 3))
+BATCH_SHAPES = (
+    *((16, 16), (16, 256), (32, 32), (32, 1024), (64, 64), (64, 256), (64, 1024)),
+    *((96, 96), (96, 288), (128, 128), (128, 384), (192, 192), (256, 256)),
+)
 REPORT_SHAPES = (
     *((size, size) for size in (64, 128, 256, 512, 768)),
     *(
@@ -63,8 +69,8 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
 {batched}}}
 """The same for batches of equal shapes, where a call's own cost is shared."""
 
-BATCH_LIMIT: dict[str, int] = {{"cpu": {limit}, "cuda": 2048}}
-"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
+BATCH_ELEMENTS: dict[str, int] = {{"cpu": {batch_elements}, "cuda": 1 << 24}}
+"""Elements up to which equal shapes are multiplied as one batch; "cuda" is not measured."""
 
 ONEDNN_ROWS = {onednn_rows}
 """The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
@@ -119,14 +125,16 @@ def loop(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [plain(matrix) for matrix in matrices]
 
 
-def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormChoice:
-    """The fastest way of the whole iteration for (rows, rows * ratio); of a batch, if not 0.
+def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> ns.FormChoice:
+    """The fastest way of the whole iteration for (rows, rows * ratio), or for a batch of such.
 
     Depths are searched one after the other and in the whole iteration: a product that is timed alone finds its
     operands in other caches.
     """
     cols = round(rows * ratio)
-    x = torch.randn(batch, rows, cols) if batch else torch.randn(rows, cols)
+    x = torch.randn(rows, cols)
+    if batched:
+        x = x.expand(max(2, ns.batch_size(x.shape, x.device)), rows, cols).contiguous()
     settings = ns.make_newton_schulz()
 
     def fastest(choices: Sequence[ns.FormChoice], margin: float = 1.0) -> ns.FormChoice:
@@ -138,35 +146,37 @@ def best_form(rows: int, ratio: float, batch: int, seconds: float) -> ns.FormCho
     whole = ns.FormChoice("standard", 0, 0, onednn=False)
     found = []
     for choice in (whole, whole._replace(form="gram")):
-        if not batch:
+        if not batched:
             choice = fastest([choice._replace(wide_depth=depth) for depth in DEPTHS])
             choice = fastest([choice._replace(depth=depth) for depth in DEPTHS])
         found.append(choice)
     return fastest([whole, fastest(found)], MARGIN)
 
 
-def batch_limit(seconds: float) -> int:
-    """The largest size up to which 8 matrices are faster as one batch, for square and for 1:3 matrices."""
-    alone, together = ns.make_newton_schulz(batch=False), ns.make_newton_schulz()
+def batch_elements(seconds: float) -> int:
+    """The least number of elements in a batch that is nearly as fast over BATCH_SHAPES as the fastest.
 
-    def as_batch(matrices: list[Tensor]) -> Tensor:
-        return ns.orthogonalize_one(torch.stack(matrices), together)
+    Speeds are means of the logarithms of times; of each shape there are as many matrices as the largest limit takes.
+    """
+    logs = [0.0] * len(BATCH_ELEMENTS)
+    settings = ns.make_newton_schulz()
+    before = ns.BATCH_ELEMENTS["cpu"]
 
-    limit = 0
-    for rows in BATCH_SIZES:
-        for ratio in (1, 3):
-            matrices = [torch.randn(rows, rows * ratio) for _ in range(8)]
-            one_by_one, batched = alternating_medians(
-                [
-                    partial(ns.orthogonalize, matrices, alone),
-                    partial(as_batch, matrices),
-                ],
-                seconds,
-            )
-            if batched * MARGIN > one_by_one:
-                return limit
-        limit = rows
-    return limit
+    def limited(matrices: list[Tensor], limit: int) -> None:
+        ns.BATCH_ELEMENTS["cpu"] = limit
+        ns.orthogonalize(matrices, settings)
+
+    for rows, cols in BATCH_SHAPES:
+        count = BATCH_ELEMENTS[-1] // (rows * cols)
+        matrices = [torch.randn(rows, cols) for _ in range(count)]
+        times = relative_medians(
+            [partial(limited, matrices, limit) for limit in BATCH_ELEMENTS], seconds
+        )
+        print(f"{rows}x{cols}", *(f"{t:.2f}" for t in times), flush=True)
+        logs = [total + log(t) for total, t in zip(logs, times, strict=True)]
+    ns.BATCH_ELEMENTS["cpu"] = before
+    nearly = min(logs) + len(BATCH_SHAPES) * log(MARGIN)
+    return next(limit for limit, total in zip(BATCH_ELEMENTS, logs, strict=True) if total < nearly)
 
 
 def onednn_rows(seconds: float) -> int:
@@ -189,13 +199,13 @@ def onednn_rows(seconds: float) -> int:
     return 1 << 30
 
 
-def measured_forms(sizes: Sequence[int], batch: int, seconds: float) -> str:
+def measured_forms(sizes: Sequence[int], seconds: float, *, batched: bool = False) -> str:
     """The best form of every size and ratio, as the body of a dict."""
     lines = []
     for rows in sizes:
         lines.append(f"    {rows}: {{\n")
         for ratio in RATIOS:
-            choice = best_form(rows, ratio, batch, seconds)
+            choice = best_form(rows, ratio, seconds, batched=batched)
             print(rows, ratio, choice, flush=True)
             lines.append(
                 f'        {ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth}),\n'
@@ -206,13 +216,13 @@ def measured_forms(sizes: Sequence[int], batch: int, seconds: float) -> str:
 
 def write_table(seconds: float) -> None:
     """Measure everything and write the module; its two limits follow from the table that was there before."""
-    limit = batch_limit(seconds)
-    batched_sizes = [size for size in BATCH_SIZES if size <= max(limit, BATCH_SIZES[0])]
+    elements = batch_elements(seconds)
+    ns.BATCH_ELEMENTS["cpu"] = elements
     TABLE.write_text(
         TEMPLATE.format(
-            forms=measured_forms(SIZES, 0, seconds),
-            batched=measured_forms(batched_sizes, 8, seconds),
-            limit=limit,
+            forms=measured_forms(SIZES, seconds),
+            batched=measured_forms(BATCHED_SIZES, seconds, batched=True),
+            batch_elements=elements,
             onednn_rows=onednn_rows(seconds),
         )
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.optim import onednn
-from matrixtitan.optim.newton_schulz_table import BATCH_LIMIT, BATCHED_FORMS, FORMS, ONEDNN_ROWS
+from matrixtitan.optim.newton_schulz_table import BATCH_ELEMENTS, BATCHED_FORMS, FORMS, ONEDNN_ROWS
 from matrixtitan.plan.cost import FIRST_RESTART, RESTART_EVERY  # which prices them
 
 Triple = tuple[float, float, float]
@@ -44,9 +44,6 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
 
 POLAR_EXPRESS_SAFETY = 1.01
 """Each polynomial but the last is stretched by it, so that a value rounded above 1 is not thrown out of range."""
-
-BATCH_ELEMENTS = 1 << 26
-"""Elements in one batch at most: 256 MB in float32."""
 
 STRIP_PADDING = 16
 """Elements between the rows of a product that is computed in strips: one cache line in float32."""
@@ -207,15 +204,14 @@ def choose_form(x: Tensor, form: Form) -> FormChoice:
 def together(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
     """Indices of what to hand to one call of `orthogonalize`, given shapes (..., R, C) as it will see them.
 
-    Equal shapes together where a batch pays, at most BATCH_ELEMENTS elements; the others alone, so that one update
-    and one result are alive at a time.
+    As many equal shapes as one batch takes; the others alone, so that one update and one result are alive at a time.
     """
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, shape in enumerate(shapes):
         by_shape.setdefault(tuple(shape), []).append(i)
     calls = []
     for shape, indices in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // max(1, prod(shape))) if _batch_pays(shape, device) else 1
+        size = max(1, batch_size(shape, device) // prod(shape[:-2]))
         calls += [indices[start : start + size] for start in range(0, len(indices), size)]
     return calls
 
@@ -229,25 +225,40 @@ def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Tensor]:
+    """All of a group of equal matrices (R, C), or stacks (E, R, C), slice by slice or in batches of slices."""
     first = group[0]
-    if settings.batch and _batch_pays(first.shape, first.device):
-        if len(group) == 1:
-            return [orthogonalize_one(first, settings)]
-        if first.ndim == 2:
-            return list(orthogonalize_one(torch.stack(group), settings).unbind())
-        joined = orthogonalize_one(torch.cat(group), settings)
-        return list(joined.split(first.size(0)))
+    size = batch_size(first.shape, first.device) if settings.batch else 1
     if first.ndim == 2:
-        return [orthogonalize_one(matrix, settings) for matrix in group]
-    return [
-        torch.stack([orthogonalize_one(slice_, settings) for slice_ in stack]) for stack in group
-    ]
+        return _orthogonalize_slices(group, size, settings)
+    if len(group) == 1 and 1 < first.size(0) <= size:
+        return [orthogonalize_one(first, settings)]
+    slices = [slice_ for stack in group for slice_ in stack]
+    results = iter(_orthogonalize_slices(slices, size, settings))
+    return [torch.stack([next(results) for _ in stack]) for stack in group]
 
 
-def _batch_pays(shape: Sequence[int], device: torch.device) -> bool:
-    """Small products are launched together; large ones fill the device alone, and a batch would only take memory."""
-    limit = BATCH_LIMIT["cpu" if device.type == "cpu" else "cuda"]
-    return min(shape[-2:]) <= limit
+def _orthogonalize_slices(slices: list[Tensor], size: int, settings: NewtonSchulz) -> list[Tensor]:
+    results: list[Tensor] = []
+    for start in range(0, len(slices), size):
+        batch = slices[start : start + size]
+        if len(batch) == 1:
+            results.append(orthogonalize_one(batch[0], settings))
+        else:
+            results += orthogonalize_one(torch.stack(batch), settings).unbind()
+    return results
+
+
+def batch_size(shape: Sequence[int], device: torch.device) -> int:
+    """How many matrices (..., R, C) to multiply as one batch, 1 for alone.
+
+    Small products share a call's cost; but what a batch holds must stay in a core's cache, and large products fill a
+    GPU alone.
+    """
+    rows, cols = shape[-2:]
+    if device.type == "cpu" and min(rows, cols) >= ONEDNN_ROWS and onednn.pays():
+        return 1  # its product takes no batches
+    limit = BATCH_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
+    return max(1, limit // max(1, rows * cols))
 
 
 def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:

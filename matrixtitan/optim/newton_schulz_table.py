@@ -77,21 +77,28 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
         1.0: ("standard", 0, 0),
         1.5: ("standard", 0, 0),
         2.0: ("standard", 0, 0),
-        3.0: ("standard", 0, 0),
+        3.0: ("gram", 0, 0),
         4.0: ("gram", 0, 0),
     },
     64: {
         1.0: ("standard", 0, 0),
         1.5: ("standard", 0, 0),
-        2.0: ("gram", 0, 0),
+        2.0: ("standard", 0, 0),
+        3.0: ("gram", 0, 0),
+        4.0: ("gram", 0, 0),
+    },
+    128: {
+        1.0: ("standard", 0, 0),
+        1.5: ("standard", 0, 0),
+        2.0: ("standard", 0, 0),
         3.0: ("gram", 0, 0),
         4.0: ("gram", 0, 0),
     },
 }
 """The same for batches of equal shapes, where a call's own cost is shared."""
 
-BATCH_LIMIT: dict[str, int] = {"cpu": 64, "cuda": 2048}
-"""The largest short side for which equal shapes are multiplied as one batch; "cuda" is not measured."""
+BATCH_ELEMENTS: dict[str, int] = {"cpu": 98304, "cuda": 1 << 24}
+"""Elements up to which equal shapes are multiplied as one batch; "cuda" is not measured."""
 
 ONEDNN_ROWS = 128
 """The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""

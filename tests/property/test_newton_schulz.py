@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from matrixtitan.optim import newton_schulz
 from matrixtitan.optim.newton_schulz import (
     FormChoice,
     _iterate,
@@ -75,6 +76,48 @@ def test_a_list_gives_the_same_in_the_same_order(
     assert all(torch.equal(a, b) for a, b in zip(matrices, before, strict=True)), (
         "an input was changed"
     )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sizes"),
+    [
+        ([(24, 40)] * 5, [2, 2, 1]),
+        ([(24, 40), (40, 24), (24, 40)], [2, 1]),
+        ([(2, 24, 40)], [2]),
+        ([(3, 24, 40)] * 2, [2, 2, 2]),
+        ([(3, 24, 41)], [1, 1, 1]),
+    ],
+)
+def test_batches_hold_no_more_than_the_limit(
+    shapes: list[tuple[int, ...]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 2 * 24 * 40 + 1)
+    seen = []
+
+    def noting(matrix: torch.Tensor, how: Any) -> torch.Tensor:
+        seen.append(1 if matrix.ndim == 2 else matrix.size(0))
+        return orthogonalize_one(matrix, how)
+
+    monkeypatch.setattr(newton_schulz, "orthogonalize_one", noting)
+    matrices = [torch.randn(shape) for shape in shapes]
+    how = make_newton_schulz(dtype="float32")
+    for matrix, result in zip(matrices, orthogonalize(matrices, how), strict=True):
+        torch.testing.assert_close(result, orthogonalize_one(matrix, how), atol=2e-5, rtol=0)
+    assert seen == sizes
+
+
+def test_together_cuts_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
+    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
+    cpu = torch.device("cpu")
+    assert newton_schulz.together([(64, 64)] * 5 + [(64, 65)], cpu) == [[0, 1, 2, 3], [4], [5]]
+    assert newton_schulz.together([(2, 64, 64)] * 3, cpu) == [[0, 1], [2]]
+    assert newton_schulz.together([(5, 64, 64)] * 2, cpu) == [[0], [1]]
+    assert newton_schulz.batch_size((128, 32), cpu) == 4
+    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
+    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 1 << 30)
+    assert newton_schulz.batch_size((4096, 127), cpu) > 1
+    assert newton_schulz.batch_size((128, 4096), cpu) == 1, "oneDNN's product takes no batches"
 
 
 @pytest.mark.parametrize(
