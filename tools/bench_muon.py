@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from matrixtitan.optim import Muon
 from matrixtitan.optim.newton_schulz import QUINTIC
-from models import build_model
+from models import MODELS, build_model
 
 
 def matrices(flavor: str) -> list[nn.Parameter]:
@@ -62,9 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flavor", default="debug", help="model.flavor of llama3 (default debug)")
+    parser.add_argument(
+        "--flavor",
+        choices=tuple(MODELS["llama3"]),
+        default="debug",
+        help="model.flavor of llama3 (default debug)",
+    )
     parser.add_argument("--rounds", type=int, default=15, help="steps of each (default 15)")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     params = matrices(arguments.flavor)

@@ -325,9 +325,12 @@ def _checked(weights: Weights, stored: Mapping[str, torch.Size], where: Path) ->
 
 
 @contextmanager
-def _in_place(output: Path) -> Iterator[Path]:
-    """A path to write to that becomes `output` at the end, whole, or goes away with an error."""
-    written = output.with_name(f"{output.name}.writing")
+def in_place(output: Path) -> Iterator[Path]:
+    """A path to write to that becomes `output` at the end, whole, or goes away with an error.
+
+    ValueError if something is at `output` already.
+    """
+    written = output.parent / f"{output.name}.writing"
     for path in (output, written):
         if path.exists():
             raise ValueError(f"{path} exists already: choose another output, or delete it first")
@@ -357,7 +360,7 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
         f"model.{fqn}": torch.empty(shape, dtype=weights.dtypes[fqn], device="meta")
         for fqn, shape in weights.shapes.items()
     }
-    with _in_place(output) as written:
+    with in_place(output) as written:
         step = folders.writing_folder(written, 0)
         step.mkdir(parents=True)
         writer = ChecksummedWriter(step)
@@ -396,11 +399,14 @@ def write_torch(weights: Weights, output: Path) -> None:
         "model": {fqn: weights.read(fqn) for fqn in weights.shapes},
         "config": weights.model.to_config(),
     }
-    with _in_place(output) as written:
-        torch.save(content, written)
+    with in_place(output) as written:
+        try:
+            torch.save(content, written)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f"{output} could not be written: {error}") from error
 
 
-def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10**9) -> None:
+def write_huggingface(weights: Weights, output: Path, shard_bytes: float = 5e9) -> None:
     """A folder for transformers' from_pretrained, with the tokenizer where it is known.
 
     Files are of at most `shard_bytes`, but for a tensor that is larger.
@@ -421,7 +427,7 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: int = 5 * 10*
         HF_SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         for number in range(1, len(shards) + 1)
     ]
-    with _in_place(output) as written:
+    with in_place(output) as written:
         written.mkdir()
         if tokenizer is not None:
             write_tokenizer(tokenizer, written, model.max_seq_len)
@@ -463,7 +469,7 @@ def _special_ids(model: LlamaModel, tokenizer: Tokenizer | None) -> dict[str, An
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def _split(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+def _split(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
     """Names in order, in groups of at most `shard_bytes`; a larger tensor is alone."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -511,9 +517,9 @@ def convert(options: argparse.Namespace) -> str:
     if options.dtype:
         weights = weights.cast(DTYPES[options.dtype])
     if options.to == "huggingface":
-        if options.max_shard_gb <= 0:
+        if not options.max_shard_gb > 0:
             raise ValueError(f"--max-shard-gb is {options.max_shard_gb}; it must be positive")
-        write_huggingface(weights, options.output, int(options.max_shard_gb * 1e9))
+        write_huggingface(weights, options.output, options.max_shard_gb * 1e9)
     elif options.to == "torch":
         write_torch(weights, options.output)
     else:

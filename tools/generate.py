@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 
 import torch
@@ -25,6 +26,13 @@ from matrixtitan.checkpoint import CheckpointError
 from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from models.llama import Llama
 from tools.convert_checkpoint import DTYPES, Weights, open_weights
+
+BOUNDS = {
+    "max_new_tokens": (1, inf),
+    "temperature": (0, 1e6),
+    "top_k": (0, inf),
+    "seed": (-1e18, 1e18),  # torch takes 64 bits
+}
 
 
 @torch.no_grad()
@@ -68,7 +76,11 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
+    if not logits.isfinite().all():
+        raise ValueError(
+            "the model's output is not finite: its weights are not, or --dtype is too narrow for it"
+        )
+    if temperature < 1e-6:  # in float32 the division below could overflow
         return logits.argmax()
     if 0 < top_k < logits.numel():
         lowest = logits.topk(top_k).values[-1]
@@ -90,16 +102,20 @@ def _tokenizer_of(weights: Weights) -> Tokenizer:
 
 def _device(name: str) -> torch.device:
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros((), device=name)
+        probe.item()  # an error on "meta", which holds no values
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch built without it
-        raise ValueError(f"--device {name!r} cannot be used: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name!r} cannot be used: {why}") from error
+    return probe.device
 
 
 def run(options: argparse.Namespace) -> str:
     """The prompt and what follows it. ValueError or CheckpointError for what cannot be done."""
-    for name, least in {"max_new_tokens": 1, "temperature": 0, "top_k": 0}.items():
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}")
+    for name, (least, most) in BOUNDS.items():
+        if not least <= getattr(options, name) <= most:
+            and_most = f" and at most {most:g}" if most < inf else ""
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least:g}{and_most}")
     weights = open_weights(options.checkpoint, options.step, options.tokenizer)
     tokenizer = _tokenizer_of(weights)
     model = load_model(weights, _device(options.device), DTYPES[options.dtype])

@@ -16,8 +16,13 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> Non
 
     Unlike in training, the text of a special token becomes that token: so do chat templates and prompts use it.
     """
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-    from tokenizers import Tokenizer as FastTokenizer
+    try:
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+        from tokenizers import Tokenizer as FastTokenizer
+    except ImportError:
+        raise ValueError(
+            "a tokenizer is written with the tokenizers package: pip install tokenizers"
+        ) from None
 
     family = tokenizer.family
     vocabulary, merges = vocabulary_and_merges(read_ranks(Path(tokenizer.path)))
@@ -37,7 +42,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> Non
     fast.post_processor = processors.TemplateProcessing(
         single=f"{family.bos} $A", special_tokens=[(family.bos, tokenizer.bos_id)]
     )
-    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_bytes(fast.to_str(pretty=True).encode())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": family.bos,

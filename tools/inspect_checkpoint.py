@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.verify:
             return _verify(stored)
         figures = describe(stored, options.keys, norms=not options.no_norms)
-    except CheckpointError as error:
+        print(json.dumps(figures) if options.json else "\n".join(_lines(figures)))
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"tools/inspect_checkpoint.py: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(figures) if options.json else "\n".join(_lines(figures)))
     return 0
 
 
@@ -56,8 +57,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def describe(stored: StoredCheckpoint, keys: str = "*", *, norms: bool = True) -> dict[str, Any]:
-    """Everything that is printed. Norms are the root of the sum of squares, in float64."""
+    """Everything that is printed. Norms are the root of the sum of squares, in float64.
+
+    ValueError for `keys` that match no tensor, unless there is none.
+    """
     entries = {key: entry for key, entry in stored.tensors.items() if fnmatchcase(key, keys)}
+    if stored.tensors and not entries:
+        near = ", ".join(get_close_matches(keys, stored.tensors, n=3, cutoff=0.0))
+        raise ValueError(
+            f"--keys {keys!r} matches none of the {len(stored.tensors)} tensors of {stored.path}; the "
+            f"nearest are {near}"
+        )
     tensors: dict[str, dict[str, Any]] = {
         key: {
             "shape": list(entry.size),

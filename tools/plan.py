@@ -47,6 +47,8 @@ from models.llama import Llama
 LLAMA3_VOCAB = 128256
 """Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
 
+LARGEST = 10**9
+"""Of the numbers that the options take: up to it all figures are finite, as JSON wants them."""
 
 PHASE_NOTES = {
     "resident": "",
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(argv)
     try:
         figures = plan_report(options, overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"tools/plan.py: {error}", file=sys.stderr)
         return 2
     print(json.dumps(figures) if options.json else "\n".join(_lines(figures)))
@@ -145,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a rank's link inside its host, in Gbit/s [free]",
     )
     parser.add_argument(
-        "--message-us", type=float, default=0.0, help="latency of a message in microseconds [0]"
+        "--message-us", type=_latency, default=0.0, help="latency of a message in microseconds [0]"
     )
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="[nccl]")
     parser.add_argument(
@@ -160,16 +162,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {LARGEST:.0e}")
     return int(text)
 
 
-def _rate(text: str) -> float:
+def _rate(text: str, least: float = 1 / LARGEST) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    if not least <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from {least:g} to {LARGEST:.0e}"
+        )
     return value
+
+
+def _latency(text: str) -> float:
+    return _rate(text, least=0.0)
 
 
 def _vocabulary(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -19,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import LLAMA3_PATTERN, load_tokenizer, write_ranks
+from tools.convert_checkpoint import in_place
 from tools.hf_tokenizer import characters_of_bytes
 
 NUM_SPECIAL_TOKENS = 2
+LEAST_VOCAB, MOST_VOCAB = 256 + NUM_SPECIAL_TOKENS, 10**7  # for more the trainer runs out of memory
 
 
 def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -50,24 +52,32 @@ def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def train_file(args: argparse.Namespace) -> None:
-    """Train, write, and compare the file's tokens with the trainer's on the whole text. ValueError for a bad input."""
+    """Train, write, and compare the file's tokens with the trainer's on the whole text.
+
+    ValueError for a bad argument or input, or an output that exists.
+    """
+    if not LEAST_VOCAB <= args.vocab_size <= MOST_VOCAB:
+        raise ValueError(
+            f"--vocab-size {args.vocab_size} is not from {LEAST_VOCAB} (the 256 bytes, BOS and EOS) to {MOST_VOCAB}"
+        )
     kind = args.type if args.path else "python_stdlib"
     files = find_files(kind, args.path or "", key="--path")
-    trained = train(read_texts(kind, files, args.field), args.vocab_size)
-    tokens = tokens_in_rank_order(trained)
-    if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size}: the text gives {len(tokens)} tokens and {NUM_SPECIAL_TOKENS} are added; "
-            "give more text or choose that size"
-        )
-    write_ranks(args.output, tokens)
+    with in_place(args.output) as unchecked:
+        trained = train(read_texts(kind, files, args.field), args.vocab_size)
+        tokens = tokens_in_rank_order(trained)
+        if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
+            raise ValueError(
+                f"--vocab-size {args.vocab_size}: the text gives {len(tokens)} tokens and {NUM_SPECIAL_TOKENS} are "
+                "added; give more text or choose that size"
+            )
+        write_ranks(unchecked, tokens)
+        written = load_tokenizer(str(unchecked))
+        if written.n_words != args.vocab_size:
+            raise ValueError(
+                f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is known by "
+                "its size; choose another"
+            )
 
-    written = load_tokenizer(str(args.output))
-    if written.n_words != args.vocab_size:
-        raise ValueError(
-            f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is known by "
-            "its size; choose another"
-        )
     count = characters = 0
     for text in read_texts(kind, files, args.field):
         ids = written.encode(text)
@@ -77,28 +87,28 @@ def train_file(args: argparse.Namespace) -> None:
             )
         count, characters = count + len(ids), characters + len(text)
     print(
-        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its text"
+        f"{args.output}: {args.vocab_size} tokens, {characters / max(count, 1):.2f} characters a token on its text"
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="rank file to make")
     parser.add_argument(
         "--vocab-size", type=int, default=4096, help="with BOS and EOS (default 4096)"
     )
     parser.add_argument("--type", choices=("text", "jsonl"), default="text")
     parser.add_argument(
-        "--path", nargs="*", help="files, folders or globs; none: the standard library"
+        "--path", nargs="+", help="files, folders or globs (default: the standard library)"
     )
     parser.add_argument(
         "--field", default="text", help="the field of a JSONL record (default text)"
     )
     try:
-        train_file(parser.parse_args())
-    except ValueError as error:
+        train_file(parser.parse_args(argv))
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

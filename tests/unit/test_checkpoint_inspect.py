@@ -61,6 +61,22 @@ def test_prints_for_people(saved: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "model.embedding" not in printed
 
 
+@pytest.mark.parametrize(("keys", "near"), [("layers.1.w*", "model.layers.1.w"), ("", "")])
+def test_keys_that_match_nothing_are_an_error(
+    keys: str, near: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(saved), "--keys", keys]) == 1
+    printed, message = capsys.readouterr()
+    assert not printed
+    assert f"--keys {keys!r} matches none of the 27 tensors" in message
+    assert near in message.partition("nearest are")[2]
+
+
+def test_a_path_that_cannot_be_opened_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x" * 5000]) == 1
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_verify_names_what_is_damaged(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,11 @@ import dataclasses
 import json
 import os
 import pickle
+import resource
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +369,47 @@ def test_an_existing_output_is_kept(
     (tmp_path / "out").mkdir()
     assert "out exists already" in fails(capsys, hf, tmp_path / "out", "--to", to)
     assert not list((tmp_path / "out").iterdir())
+    for output in (".", "/"):
+        assert f"error: {output} exists already" in fails(capsys, hf, output, "--to", to)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow past 10 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("to", ["huggingface", "matrixtitan", "torch"])
+def test_a_full_disk_ends_with_a_message(
+    hf: Path, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk():
+        message = fails(capsys, hf, tmp_path / "out", "--to", to)
+    assert "could not be written" in message or "File too large" in message
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_tokenizer_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
+
+
+def test_the_size_of_files(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("nan", "0", "-1"):
+        message = fails(capsys, hf, tmp_path / "out", "--to", "huggingface", "--max-shard-gb", size)
+        assert f"--max-shard-gb is {float(size)}; it must be positive" in message
+    main([str(hf), str(tmp_path / "out"), "--to", "huggingface", "--max-shard-gb", "inf"])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
 
 
 @pytest.mark.parametrize(

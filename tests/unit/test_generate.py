@@ -70,6 +70,20 @@ def test_top_1_is_greedy_at_any_temperature(net: Llama) -> None:
     assert sample(net, [7], temperature=5.0, top_k=1) == sample(net, [7], temperature=0.0)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-40, 5e-324])
+def test_the_smallest_temperatures_are_greedy(net: Llama, temperature: float) -> None:
+    assert sample(net, [7], temperature=temperature) == sample(net, [7], temperature=0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(temperature: float) -> None:
+    _, broken = net_of(FLAVOR, vocab_size=40, max_seq_len=16)
+    with torch.no_grad():
+        broken.tok_embeddings.weight[7, 0] = torch.nan
+    with pytest.raises(ValueError, match="output is not finite: its weights"):
+        sample(broken, [7], temperature=temperature)
+
+
 def test_seed_decides_the_samples(net: Llama) -> None:
     first = sample(net, [7], temperature=1.0, seed=1)
     assert sample(net, [7], temperature=1.0, seed=1) == first
@@ -147,11 +161,15 @@ def test_damage_is_noticed(checkpoint: Path) -> None:
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "--temperature must be at least 0"),
+        (["--temperature", "nan"], "--temperature must be at least 0"),
+        (["--temperature", "inf"], "--temperature must be .* at most 1e"),
         (["--top-k", "-1"], "--top-k must be at least 0"),
+        (["--seed", "9" * 30], "--seed must be .* at most 1e"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--step", "5"], "no complete checkpoint"),
         (["--tokenizer", "/gone/ranks"], "no file /gone/ranks"),
         (["--device", "abacus"], "--device"),
+        (["--device", "meta"], "--device 'meta' cannot be used"),
     ],
 )
 def test_wrong_arguments_end_with_a_message(

@@ -34,7 +34,8 @@ def config(tmp_path: Path) -> str:
 
 def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main([*argv, "--json"]) == 0
-    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    figures: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)  # JSON has no Infinity
     return figures
 
 
@@ -174,8 +175,37 @@ def test_errors_say_what_to_change(
     assert message in capsys.readouterr().err
 
 
-def test_wrong_numbers_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (("--world-size", "0"), ("--world-size", "8", "--link-gbit", "0")):
-        with pytest.raises(SystemExit):
-            main(["--config", config, *argv])
-        assert "0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--world-size", "0"),
+        ("--microbatches", "9" * 400),
+        ("--vocab-size", "9" * 22),
+        ("--link-gbit", "0"),
+        ("--link-gbit", "inf"),
+        ("--local-gbit", "1e300"),
+        ("--gpu-memory-gb", "nan"),
+        ("--message-us", "-5"),
+        ("--message-us", "nan"),
+        ("--message-us", "inf"),
+    ],
+)
+def test_wrong_numbers_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", "debug", "--world-size", "8", option, value])
+    assert re.search(
+        f"argument {option}: '{value}' is not a .* to 1e\\+09", capsys.readouterr().err
+    )
+
+
+def test_the_slowest_machine_has_finite_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ("--link-gbit", "1e-9", "--local-gbit", "1e-9", "--message-us", "1e9")
+    large = ("--vocab-size", "1000000000", "--microbatches", "1000000000", "--gpus-per-node", "1")
+    _report(capsys, "--config", "debug", "--world-size", "3", *slow, *large)
+
+
+def test_a_config_that_cannot_be_opened_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "x" * 5000, "--world-size", "8"]) == 2
+    assert "File name too long" in capsys.readouterr().err

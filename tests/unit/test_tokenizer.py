@@ -187,3 +187,55 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
     pre_tokenizer = trainer.train(iter(["a"]), 258).pre_tokenizer
     pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("a.b(c)  12345's\n\n  x")]
     assert pieces == ["a", ".b", "(c", ")", "Ġ", "Ġ", "123", "45", "'s", "ĊĊ", "Ġ", "Ġx"]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of an earlier run."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("text").write_text("some words and some more words " * 3)
+    pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")
+    pathlib.Path("earlier").write_text("precious")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "earlier"], "earlier exists already"),
+        (["--output", "text/out"], "File exists: 'text'"),
+        (["--vocab-size", "1"], "--vocab-size 1 is not from 258"),
+        (["--vocab-size", "10000001"], "--vocab-size 10000001 is not from 258 .* to 10000000"),
+        (["--vocab-size", "4000"], "--vocab-size 4000: the text gives .* tokens"),
+        (["--path", "mark"], "--vocab-size 262: the text gives 256 tokens"),
+        (["--path", "gone"], "--path: no text file at 'gone'"),
+        (["--path"], "2"),
+    ],
+)
+def test_wrong_arguments_of_the_trainer(
+    arguments: list[str], message: str, folder: pathlib.Path, trainer: types.ModuleType
+) -> None:
+    usual = ["--output", "out", "--vocab-size", "262", "--path", "text"]
+    with pytest.raises(SystemExit, match=message):
+        trainer.main([*usual, *arguments])
+    assert pathlib.Path("earlier").read_text() == "precious"
+    assert {path.name for path in folder.iterdir()} == {"earlier", "mark", "text"}
+
+
+def test_a_size_that_names_another_family_leaves_no_file(
+    folder: pathlib.Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "load_tokenizer", lambda path: load_tokenizer())
+    with pytest.raises(SystemExit, match="--vocab-size 262 would be taken for"):
+        trainer.main(["--output", "out", "--vocab-size", "262", "--path", "text"])
+    assert not list(folder.glob("out*"))
+
+
+def test_the_trainer_writes_its_file(
+    folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.main(["--output", "new/out", "--vocab-size", "262", "--path", "text"])
+    assert load_tokenizer("new/out").n_words == 262
+    assert capsys.readouterr().out.startswith("new/out: 262 tokens, ")
+    trainer.main(["--output", "bytes", "--vocab-size", "258", "--path", "mark"])
+    assert "0.00 characters a token" in capsys.readouterr().out
