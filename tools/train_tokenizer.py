@@ -18,7 +18,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.data.sources import find_files, read_texts
-from matrixtitan.data.tokenizer import LLAMA3_PATTERN, load_tokenizer, write_ranks
+from matrixtitan.data.tokenizer import (
+    LLAMA3_PATTERN,
+    cut_long_runs,
+    load_tokenizer,
+    valid_unicode,
+    write_ranks,
+)
 from tools.convert_checkpoint import in_place
 from tools.hf_tokenizer import characters_of_bytes
 
@@ -63,7 +69,7 @@ def train_file(args: argparse.Namespace) -> None:
     kind = args.type if args.path else "python_stdlib"
     files = find_files(kind, args.path or "", key="--path")
     with in_place(args.output) as unchecked:
-        trained = train(read_texts(kind, files, args.field), args.vocab_size)
+        trained = train(map(valid_unicode, read_texts(kind, files, args.field)), args.vocab_size)
         tokens = tokens_in_rank_order(trained)
         if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
             raise ValueError(
@@ -79,9 +85,9 @@ def train_file(args: argparse.Namespace) -> None:
             )
 
     count = characters = 0
-    for text in read_texts(kind, files, args.field):
+    for text in map(valid_unicode, read_texts(kind, files, args.field)):
         ids = written.encode(text)
-        if ids != trained.encode(text).ids:
+        if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
             raise RuntimeError(
                 f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
             )

@@ -125,18 +125,14 @@ def tokenize(
     progress.close()
     for writer in writers.values():
         writer.close()
-    _warn_of_skips(source.key, skipped)
+    if skipped:
+        logger.warning("%s: %d bad records skipped in all", source.key, skipped)
     train, validation = writers["train"], writers["validation"]
     return Counts(
         (train.num_documents, validation.num_documents),
         (train.num_tokens, validation.num_tokens),
         skipped,
     )
-
-
-def _warn_of_skips(key: str, skipped: int) -> None:
-    if skipped:
-        logger.warning("%s: %d bad records skipped in all", key, skipped)
 
 
 def _tasks(records: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
@@ -240,7 +236,9 @@ def cached_shards(
             if not ready.is_dir():  # another process may have made it while this one waited
                 _fill_cache(source, tokenizer, ready, validation_fraction, on_bad_record)
     else:
-        _warn_of_skips(source.key, json.loads((ready / "counts.json").read_text())["skipped"])
+        skipped = json.loads((ready / "counts.json").read_text())["skipped"]
+        if skipped:  # of all ranks the first tells it; the one that made the shards has warned
+            logger.info("%s: %d bad records skipped in all", source.key, skipped)
     return sorted(ready.glob("*.bin"))
 
 

@@ -153,24 +153,27 @@ class Tokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         """Token ids of `text` as (T,) uint32. Most of the work is outside the
         interpreter lock, so threads help."""
-        pieces = [self._encode_piece(piece) for piece in _cut_long_runs(text)]
+        pieces = [self._encode_piece(piece) for piece in cut_long_runs(text)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _encode_piece(self, text: str) -> np.ndarray:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except (
-            UnicodeEncodeError
-        ):  # half of a surrogate pair, which JSON can hold: U+FFFD takes its place
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
         return self._encoding.decode(list(ids))
 
 
-def _cut_long_runs(text: str) -> Iterator[str]:
+def valid_unicode(text: str) -> str:
+    """`text` with U+FFFD for halves of surrogate pairs, which JSON can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def cut_long_runs(text: str) -> Iterator[str]:
+    """`text` in the pieces that are encoded one by one; all but the last end with a run of the longest length."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]

@@ -433,9 +433,12 @@ def test_skips_are_told_again_from_the_cache(
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"{\n" + GOOD)
     cached(tmp_path / "a.jsonl", tokenizer, tmp_path / "cache", on_bad_record="skip")
-    caplog.clear()
-    cached(tmp_path / "a.jsonl", tokenizer, tmp_path / "cache", on_bad_record="skip")
     assert "1 bad records skipped in all" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "matrixtitan"):  # the level of rank 0 alone
+        cached(tmp_path / "a.jsonl", tokenizer, tmp_path / "cache", on_bad_record="skip")
+    (told,) = caplog.records
+    assert told.levelno == logging.INFO and "1 bad records skipped in all" in told.message
 
 
 # --- tools/prepare_data.py -------------------------------------------------------------------------------------------

@@ -239,3 +239,14 @@ def test_the_trainer_writes_its_file(
     assert capsys.readouterr().out.startswith("new/out: 262 tokens, ")
     trainer.main(["--output", "bytes", "--vocab-size", "258", "--path", "mark"])
     assert "0.00 characters a token" in capsys.readouterr().out
+
+
+def test_the_trainer_takes_what_training_takes(
+    folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that are encoded in pieces, and halves of surrogate pairs."""
+    record = json.dumps({"text": "ab" * 30_000 + " \ud800 and"})
+    pathlib.Path("records.jsonl").write_text(record)
+    arguments = ["--output", "out", "--vocab-size", "260", "--path", "records.jsonl"]
+    trainer.main([*arguments, "--type", "jsonl"])
+    assert capsys.readouterr().out.startswith("out: 260 tokens, ")
