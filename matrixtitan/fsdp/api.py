@@ -33,6 +33,7 @@ from matrixtitan.fsdp.transports import (
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
 from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import ParamSpec, Plan
@@ -224,6 +225,7 @@ def fully_shard(
         model,
         states,
         prefetch=prefetch,
+        max_reductions=REDUCTIONS_IN_FLIGHT["nccl" if device.type == "cuda" else "gloo"],
         check_order=_order_check(communication, shard_group, [unit.name for unit in built]),
         param_dtype=mp_policy.param_dtype,
         output_dtype=mp_policy.output_dtype,

@@ -37,8 +37,6 @@ from torch import Tensor, nn
 
 from matrixtitan.fsdp.unit import Reduction, Unit
 
-MAX_REDUCTIONS_IN_FLIGHT = 2
-
 
 class Call:
     """One forward of one of a unit's modules with gradients enabled."""
@@ -79,7 +77,8 @@ class UnitState:
 class Schedule:
     """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself.
 
-    `check_order` raises on every rank unless all ranks gather the unit of the same index now.
+    At most `max_reductions` units' gradients are in reduction. `check_order` raises on every rank unless all ranks
+    gather the unit of the same index now.
     """
 
     def __init__(
@@ -88,6 +87,7 @@ class Schedule:
         states: list[UnitState],
         *,
         prefetch: int,
+        max_reductions: int,
         check_order: Callable[[int], None],
         param_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
@@ -95,6 +95,7 @@ class Schedule:
         self.root = root
         self.states = states
         self.prefetch = prefetch
+        self.max_reductions = max_reductions
         self.reduce_gradients = True
         self._check_order = check_order
         self._param_dtype = param_dtype
@@ -283,7 +284,7 @@ class Schedule:
         if state.keeps_gradients:
             state.unit.keep_gradients()
             return
-        most = MAX_REDUCTIONS_IN_FLIGHT
+        most = self.max_reductions
         if len(self._reductions) > most and self._reductions[-most - 1].accumulates:
             self._reductions.pop(-most - 1).finish()  # or this rank's gradients would be here twice
         if len(self._reductions) >= most:

@@ -23,8 +23,11 @@ from matrixtitan.plan.cost import (
 )
 from matrixtitan.plan.shard import ParamSpec, Plan
 
-REDUCTIONS_IN_FLIGHT = 2
-"""Units whose full gradients may be in reduction while backward computes those of one more."""
+REDUCTIONS_IN_FLIGHT = {"nccl": 1, "gloo": 2}
+"""Units whose full gradients may be in reduction while backward computes those of one more.
+
+One keeps the link busy where a stream waits; a CPU that waits for gloo computes nothing meanwhile.
+"""
 
 FSDP2_REDUCTIONS_IN_FLIGHT = 1
 """PyTorch's default: FSDP2 waits for one reduce-scatter before it fills the input of the next."""
@@ -85,6 +88,7 @@ def memory_table(
     precision: Precision,
     *,
     world_size: int,
+    backend: str = "nccl",
     prefetch: int = 1,
     keep_all: bool = False,
 ) -> dict[Strategy, list[Term]]:
@@ -96,7 +100,7 @@ def memory_table(
     return {
         name: [
             *_resident(name, specs, plan, settings, precision, world_size),
-            *_transient(name, specs, plan.world_size, precision, prefetch, keep_all),
+            *_transient(name, specs, plan.world_size, precision, backend, prefetch, keep_all),
         ]
         for name in STRATEGIES
     }
@@ -141,6 +145,7 @@ def _transient(
     specs: Sequence[ParamSpec],
     shard_ranks: int,
     precision: Precision,
+    backend: str,
     prefetch: int,
     keep_all: bool,
 ) -> list[Term]:
@@ -153,7 +158,7 @@ def _transient(
     window = len(units) if keep_all else 1 + prefetch
     gathered = _largest_window([unit.numel for unit in units], window)
     ours = strategy == "matrix_fsdp"
-    in_flight = REDUCTIONS_IN_FLIGHT if ours else FSDP2_REDUCTIONS_IN_FLIGHT
+    in_flight = REDUCTIONS_IN_FLIGHT[backend] if ours else FSDP2_REDUCTIONS_IN_FLIGHT
     computed, reduced = _full_gradients(
         [unit.trainable for unit in units if unit.trainable],
         in_flight,

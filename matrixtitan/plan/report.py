@@ -91,6 +91,7 @@ def report(
         settings,
         precision,
         world_size=job.world_size,
+        backend=machine.backend,
         prefetch=job.prefetch,
         keep_all=job.keep_all,
     )

@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.fsdp import MatrixFSDP, MixedPrecisionPolicy, fully_shard, unit
 from matrixtitan.fsdp.buffers import align_up, element_alignment
-from matrixtitan.fsdp.hooks import MAX_REDUCTIONS_IN_FLIGHT
 from matrixtitan.fsdp.unit import Reduction, Unit
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
-from matrixtitan.plan.memory import Precision, memory_table
+from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT, Precision, memory_table
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
@@ -130,10 +129,14 @@ def weak(tensor: Tensor) -> tuple[StorageWeakRef, int]:
     return StorageWeakRef(storage), storage.nbytes()
 
 
-def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) -> None:
+def storage_alive(
+    prefetch: int, reshard: str, transport: str, pack_below: int, in_flight: int = 2
+) -> None:
     """At every block's forward and backward: gathered units at most 1 + prefetch, besides those kept by choice."""
     unit.PACK_BELOW = pack_below
     model, sharded = sharded_toy(prefetch, reshard, transport)
+    assert sharded._schedule.max_reductions == REDUCTIONS_IN_FLIGHT["gloo"]
+    sharded._schedule.max_reductions = in_flight
     kept = {"always": [], "default": sharded.units[-1:], "never": sharded.units}[reshard]
     gathered: dict[str, list[int]] = {"forward": [], "backward": []}
     gradients = FullGradients(sharded)
@@ -155,7 +158,7 @@ def storage_alive(prefetch: int, reshard: str, transport: str, pack_below: int) 
         most = 0 if reshard == "never" else 1 + prefetch  # with "never" all are kept
         assert max(counts[DEPTH:]) == most, (direction, counts)  # the first pass records the order
     assert len(gradients.of_units) == DEPTH + 2
-    assert gradients.most == 1 + MAX_REDUCTIONS_IN_FLIGHT  # one in backward
+    assert gradients.most == 1 + in_flight  # one in backward
     assert sharded.gathered_nbytes == 0
     sharded.close()
 
@@ -176,7 +179,12 @@ def test_gradients_that_travel_unpacked_are_bounded_alike(transport: str) -> Non
     run_distributed(storage_alive, 3, 1, "default", transport, 0)
 
 
-def full_gradients_on_no_owner(reduce_dtype: torch.dtype) -> int:
+@pytest.mark.parametrize("in_flight", REDUCTIONS_IN_FLIGHT.values())
+def test_reductions_in_flight_are_as_many_as_a_backend_has(in_flight: int) -> None:
+    run_distributed(storage_alive, 2, 1, "default", "auto", unit.PACK_BELOW, in_flight)
+
+
+def full_gradients_on_no_owner(reduce_dtype: torch.dtype, backend: str) -> int:
     """Rank 0 owns all and returns the memory table's bytes; rank 1, whose gradients all travel, the most it held."""
     unit.PACK_BELOW = 0
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
@@ -184,6 +192,7 @@ def full_gradients_on_no_owner(reduce_dtype: torch.dtype) -> int:
     on_first = [replace(shard, segments=(Segment(0, 0, shard.shape[0]),)) for shard in plan.shards]
     plan = replace(plan, shards=tuple(on_first))
     model, sharded = sharded_toy(1, "default", mp_policy=policy, plan=plan)
+    sharded._schedule.max_reductions = REDUCTIONS_IN_FLIGHT[backend]
     with FullGradients(sharded) as gradients:
         for _ in range(2):
             model(*my_batch()).backward()
@@ -196,13 +205,18 @@ def full_gradients_on_no_owner(reduce_dtype: torch.dtype) -> int:
         PlanSettings(),
         Precision(reduce=names[reduce_dtype]),
         world_size=2,
+        backend=backend,
     )
     return sum(t.bytes for t in table["matrix_fsdp"] if t.name.startswith("full gradients"))
 
 
+@pytest.mark.parametrize("backend", REDUCTIONS_IN_FLIGHT)
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
-def test_full_gradients_are_the_memory_tables_to_the_byte(reduce_dtype: torch.dtype) -> None:
-    planned, held = run_distributed(full_gradients_on_no_owner, 2, reduce_dtype)
+def test_full_gradients_are_the_memory_tables_to_the_byte(
+    reduce_dtype: torch.dtype, backend: str
+) -> None:
+    """Both backends' numbers in flight, on gloo."""
+    planned, held = run_distributed(full_gradients_on_no_owner, 2, reduce_dtype, backend)
     assert held == planned
 
 
@@ -219,7 +233,8 @@ def accumulated_sums() -> None:
         model(*my_batch()).backward()
         most.append(max(waiting))
         waiting.clear()
-    assert most == [DEPTH, MAX_REDUCTIONS_IN_FLIGHT + 1, MAX_REDUCTIONS_IN_FLIGHT + 1]
+    one_more = sharded._schedule.max_reductions + 1
+    assert most == [DEPTH, one_more, one_more]
     sharded.close()
 
 
