@@ -92,7 +92,8 @@ class DataConfig:
     cache_dir: str = key("~/.cache/matrixtitan", "where tokenised text is kept")
     validation_fraction: float = key(0.02, "share of the documents held out for validation")
     on_bad_record: Literal["error", "skip"] = key(
-        "error", "a malformed record stops the run, or is counted and skipped"
+        "error",
+        "a malformed record (of a text file over 4 MB a piece) stops the run, or is counted and skipped",
     )
     num_workers: int = key(1, "processes per rank that read ahead; 0 reads in the training process")
     seed: int | None = key(None, "of the data's order; none: debug.seed")

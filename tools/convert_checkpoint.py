@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import pickle
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_
 from models.layers import RopeScaling
 from models.llama import Llama, LlamaFlavor
 from tools.hf_tokenizer import write_tokenizer
+from tools.in_place import in_place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -322,28 +322,6 @@ def _checked(weights: Weights, stored: Mapping[str, torch.Size], where: Path) ->
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def in_place(output: Path) -> Iterator[Path]:
-    """A path to write to that becomes `output` at the end, whole, or goes away with an error.
-
-    ValueError if something is at `output` already.
-    """
-    written = output.parent / f"{output.name}.writing"
-    for path in (output, written):
-        if path.exists():
-            raise ValueError(f"{path} exists already: choose another output, or delete it first")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield written
-        written.rename(output)
-    except BaseException:
-        if written.is_dir():
-            shutil.rmtree(written)
-        else:
-            written.unlink(missing_ok=True)
-        raise
 
 
 def write_matrixtitan(weights: Weights, output: Path) -> None:

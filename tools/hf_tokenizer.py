@@ -42,6 +42,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> Non
     fast.post_processor = processors.TemplateProcessing(
         single=f"{family.bos} $A", special_tokens=[(family.bos, tokenizer.bos_id)]
     )
+    # not fast.save, which raises a bare Exception on a full disk
     (folder / "tokenizer.json").write_bytes(fast.to_str(pretty=True).encode())
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

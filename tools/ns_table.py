@@ -1,7 +1,8 @@
 """Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
 
-    python tools/ns_table.py --write       measure and rewrite matrixtitan/optim/newton_schulz_table.py (13 minutes)
-    python tools/ns_table.py --report      our time against the plain iteration's, one thread, float32
+    python tools/ns_table.py --write         measure and rewrite matrixtitan/optim/newton_schulz_table.py (15 minutes)
+    python tools/ns_table.py --write-batches the same of what concerns batches alone (2 minutes)
+    python tools/ns_table.py --report        our time against the plain iteration's, one thread, float32
 
 Runs read the table and never measure: two runs of one config do the same arithmetic. Candidates are timed in
 alternation, so that a busy machine slows all of them alike; the report compares medians.
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.optim import onednn
+from matrixtitan.optim.newton_schulz_table import FormEntry
 
 TABLE = Path(ns.__file__).with_name("newton_schulz_table.py")
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)
 DEPTHS = (0, 1, 2, 3)
 BATCHED_SIZES = (16, 32, 64, 128)
-BATCH_ELEMENTS = tuple(factor << power for power in range(13, 19) for factor in (2, 3))
+BATCH_LIMITS = tuple(factor << power for power in range(13, 19) for factor in (2, 3))
 BATCH_SHAPES = (
     *((16, 16), (16, 256), (32, 32), (32, 1024), (64, 64), (64, 256), (64, 1024)),
     *((96, 96), (96, 288), (128, 128), (128, 384), (192, 192), (256, 256)),
@@ -50,6 +52,8 @@ REPORT_SHAPES = (
         (2048, 512),
     ),
 )
+Forms = dict[int, dict[float, FormEntry]]
+
 SEVERAL = 4
 MARGIN = 1.03
 """What replaces the standard form in whole products, or calls one by one, must be so much faster, for noise."""
@@ -158,7 +162,7 @@ def batch_elements(seconds: float) -> int:
 
     Speeds are means of the logarithms of times; of each shape there are as many matrices as the largest limit takes.
     """
-    logs = [0.0] * len(BATCH_ELEMENTS)
+    logs = [0.0] * len(BATCH_LIMITS)
     settings = ns.make_newton_schulz()
     before = ns.BATCH_ELEMENTS["cpu"]
 
@@ -167,16 +171,16 @@ def batch_elements(seconds: float) -> int:
         ns.orthogonalize(matrices, settings)
 
     for rows, cols in BATCH_SHAPES:
-        count = BATCH_ELEMENTS[-1] // (rows * cols)
+        count = BATCH_LIMITS[-1] // (rows * cols)
         matrices = [torch.randn(rows, cols) for _ in range(count)]
         times = relative_medians(
-            [partial(limited, matrices, limit) for limit in BATCH_ELEMENTS], seconds
+            [partial(limited, matrices, limit) for limit in BATCH_LIMITS], seconds
         )
         print(f"{rows}x{cols}", *(f"{t:.2f}" for t in times), flush=True)
         logs = [total + log(t) for total, t in zip(logs, times, strict=True)]
     ns.BATCH_ELEMENTS["cpu"] = before
     nearly = min(logs) + len(BATCH_SHAPES) * log(MARGIN)
-    return next(limit for limit, total in zip(BATCH_ELEMENTS, logs, strict=True) if total < nearly)
+    return next(limit for limit, total in zip(BATCH_LIMITS, logs, strict=True) if total < nearly)
 
 
 def onednn_rows(seconds: float) -> int:
@@ -199,31 +203,39 @@ def onednn_rows(seconds: float) -> int:
     return 1 << 30
 
 
-def measured_forms(sizes: Sequence[int], seconds: float, *, batched: bool = False) -> str:
-    """The best form of every size and ratio, as the body of a dict."""
-    lines = []
+def measured_forms(sizes: Sequence[int], seconds: float, *, batched: bool = False) -> Forms:
+    """The best form of every size and ratio."""
+    forms: Forms = {}
     for rows in sizes:
-        lines.append(f"    {rows}: {{\n")
+        forms[rows] = {}
         for ratio in RATIOS:
             choice = best_form(rows, ratio, seconds, batched=batched)
             print(rows, ratio, choice, flush=True)
-            lines.append(
-                f'        {ratio}: ("{choice.form}", {choice.wide_depth}, {choice.depth}),\n'
-            )
+            forms[rows][ratio] = (choice.form, choice.wide_depth, choice.depth)
+    return forms
+
+
+def body(forms: Forms) -> str:
+    """`forms` as the body of a dict in the module."""
+    lines = []
+    for rows, by_ratio in forms.items():
+        lines.append(f"    {rows}: {{\n")
+        for ratio, (form, wide_depth, depth) in by_ratio.items():
+            lines.append(f'        {ratio}: ("{form}", {wide_depth}, {depth}),\n')
         lines.append("    },\n")
     return "".join(lines)
 
 
-def write_table(seconds: float) -> None:
-    """Measure everything and write the module; its two limits follow from the table that was there before."""
-    elements = batch_elements(seconds)
-    ns.BATCH_ELEMENTS["cpu"] = elements
+def write_table(seconds: float, *, batches_alone: bool) -> None:
+    """Measure and write the module; the limits follow from the table that was there before."""
+    ns.BATCH_ELEMENTS["cpu"] = batch_elements(seconds)
+    forms = ns.FORMS if batches_alone else measured_forms(SIZES, seconds)
     TABLE.write_text(
         TEMPLATE.format(
-            forms=measured_forms(SIZES, seconds),
-            batched=measured_forms(BATCHED_SIZES, seconds, batched=True),
-            batch_elements=elements,
-            onednn_rows=onednn_rows(seconds),
+            forms=body(forms),
+            batched=body(measured_forms(BATCHED_SIZES, seconds, batched=True)),
+            batch_elements=ns.BATCH_ELEMENTS["cpu"],
+            onednn_rows=ns.ONEDNN_ROWS if batches_alone else onednn_rows(seconds),
         )
     )
 
@@ -269,17 +281,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="measure and rewrite the table")
+    parser.add_argument(
+        "--write-batches", action="store_true", help="measure and rewrite the batches' part"
+    )
     parser.add_argument("--report", action="store_true", help="compare with the plain iteration")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="time for each comparison (default 1)"
     )
     arguments = parser.parse_args()
-    if not (arguments.write or arguments.report):
-        parser.error("give --write or --report")
+    if not (arguments.write or arguments.write_batches or arguments.report):
+        parser.error("give --write, --write-batches or --report")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if arguments.write:
-        write_table(arguments.seconds)
+    if arguments.write or arguments.write_batches:
+        write_table(arguments.seconds, batches_alone=not arguments.write)
     if arguments.report:
         report(arguments.seconds)
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -28,6 +29,7 @@ from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = "debug.seed"
+LONGEST_NAME = 200
 
 Settings = dict[str, str]
 Curve = list[tuple[int, float]]  # (step, loss)
@@ -67,9 +69,11 @@ def parse_axis(text: str) -> tuple[str, list[str]]:
 
 
 def run_folder(out: Path, settings: Settings) -> Path:
-    """Where a run's files go; quoted, for values that are paths or lists."""
-    values = (f"{key.rpartition('.')[2]}-{value}" for key, value in settings.items())
-    return out / "runs" / quote("_".join(values), safe="")
+    """Where a run's files go: named by its settings, quoted, and cut where a file system would not take the name."""
+    name = quote("_".join(f"{key}-{value}" for key, value in settings.items()), safe="")
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}-{sha256(name.encode()).hexdigest()[:16]}"
+    return out / "runs" / name
 
 
 def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> Result:
@@ -94,8 +98,9 @@ def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> R
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
+        end = log.read_text(errors="replace")[-3000:]
         raise RuntimeError(
-            f"{settings} failed with exit code {done.returncode}; {log} ends with\n{log.read_text()[-3000:]}"
+            f"{settings} failed with exit code {done.returncode}; {log} ends with\n{end}"
         )
     scalars = read_scalars(folder / "tb")
     first, *later = [value for _, value in scalars["time/optimizer_ms"]]
@@ -209,6 +214,9 @@ def main() -> None:
     axes = [("config", arguments.config), *arguments.grid]
     if len(dict(axes)) < len(axes):
         parser.error("a key has two --grid; give its values in one")
+    for word in fixed:
+        if word.removeprefix("--").partition("=")[0] in dict(axes):
+            parser.error(f"{word} is given for all runs and has a --grid; give it once")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     check_same_sweep(out / "sweep.json", {"nproc": arguments.nproc, "fixed": fixed})

@@ -25,8 +25,8 @@ from matrixtitan.data.tokenizer import (
     valid_unicode,
     write_ranks,
 )
-from tools.convert_checkpoint import in_place
 from tools.hf_tokenizer import characters_of_bytes
+from tools.in_place import in_place
 
 NUM_SPECIAL_TOKENS = 2
 LEAST_VOCAB, MOST_VOCAB = 256 + NUM_SPECIAL_TOKENS, 10**7  # for more the trainer runs out of memory
@@ -83,15 +83,14 @@ def train_file(args: argparse.Namespace) -> None:
                 f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is known by "
                 "its size; choose another"
             )
-
-    count = characters = 0
-    for text in map(valid_unicode, read_texts(kind, files, args.field)):
-        ids = written.encode(text)
-        if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
-            raise RuntimeError(
-                f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
-            )
-        count, characters = count + len(ids), characters + len(text)
+        count = characters = 0
+        for text in map(valid_unicode, read_texts(kind, files, args.field)):
+            ids = written.encode(text)
+            if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
+                raise RuntimeError(
+                    f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
+                )
+            count, characters = count + len(ids), characters + len(text)
     print(
         f"{args.output}: {args.vocab_size} tokens, {characters / max(count, 1):.2f} characters a token on its text"
     )
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         train_file(parser.parse_args(argv))
-    except (ValueError, OSError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

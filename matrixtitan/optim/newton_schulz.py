@@ -133,8 +133,8 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
     """The nearest semi-orthogonal matrix, roughly, of each matrix (R, C) or of each slice of a stack (E, R, C).
 
     Singular values land in about [0.7, 1.2] with the quintic coefficients. Results come in the order given, of the
-    same shapes, in the dtype of the iteration. Equal shapes are multiplied as one batch where the table says that it
-    is faster. Inputs are not changed, and gradients do not flow through: call it under `torch.no_grad()`.
+    same shapes, in the dtype of the iteration. Equal shapes are multiplied in batches of the size that the table gives.
+    Inputs are not changed, and gradients do not flow through: call it under `torch.no_grad()`.
     """
     if len(matrices) == 1 and matrices[0].ndim == 2:
         return [orthogonalize_one(matrices[0], settings)]
@@ -211,7 +211,7 @@ def together(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list
         by_shape.setdefault(tuple(shape), []).append(i)
     calls = []
     for shape, indices in by_shape.items():
-        size = max(1, batch_size(shape, device) // prod(shape[:-2]))
+        size = max(1, batch_size(shape, device) // max(1, prod(shape[:-2])))
         calls += [indices[start : start + size] for start in range(0, len(indices), size)]
     return calls
 
@@ -230,7 +230,7 @@ def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Te
     size = batch_size(first.shape, first.device) if settings.batch else 1
     if first.ndim == 2:
         return _orthogonalize_slices(group, size, settings)
-    if len(group) == 1 and 1 < first.size(0) <= size:
+    if len(group) == 1 and first.size(0) <= size and first.size(0) != 1:
         return [orthogonalize_one(first, settings)]
     slices = [slice_ for stack in group for slice_ in stack]
     results = iter(_orthogonalize_slices(slices, size, settings))

@@ -220,9 +220,10 @@ def test_full_gradients_are_the_memory_tables_to_the_byte(
     assert held == planned
 
 
-def accumulated_sums() -> None:
+def accumulated_sums(in_flight: int) -> None:
     """Of a first backward every unit's sums wait, to become the gradients; later ones are added unit by unit."""
     model, sharded = sharded_toy(1, "default")
+    sharded._schedule.max_reductions = in_flight
     waiting: list[int] = []
     for module in [block.up for block in model.blocks]:
         module.register_full_backward_hook(
@@ -233,13 +234,13 @@ def accumulated_sums() -> None:
         model(*my_batch()).backward()
         most.append(max(waiting))
         waiting.clear()
-    one_more = sharded._schedule.max_reductions + 1
-    assert most == [DEPTH, one_more, one_more]
+    assert most == [DEPTH, in_flight + 1, in_flight + 1]
     sharded.close()
 
 
-def test_accumulating_holds_no_second_copy_of_the_gradients() -> None:
-    run_distributed(accumulated_sums, 2)
+@pytest.mark.parametrize("in_flight", REDUCTIONS_IN_FLIGHT.values())
+def test_accumulating_holds_no_second_copy_of_the_gradients(in_flight: int) -> None:
+    run_distributed(accumulated_sums, 2, in_flight)
 
 
 def accumulated() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
+from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT
 from tests.lib.toy import batch, make_toy, toy_units
 
 pytestmark = [
@@ -84,6 +85,7 @@ def test_transient_memory_is_freed(nccl: None) -> None:
     sharded = fully_shard(
         model, units=toy_units(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     )
+    assert sharded._schedule.max_reductions == REDUCTIONS_IN_FLIGHT["nccl"]
     tokens, labels = (tensor.cuda() for tensor in batch(0))
     model(tokens, labels).backward()
     assert sharded.gathered_nbytes == 0

@@ -86,6 +86,7 @@ def test_a_list_gives_the_same_in_the_same_order(
         ([(2, 24, 40)], [2]),
         ([(3, 24, 40)] * 2, [2, 2, 2]),
         ([(3, 24, 41)], [1, 1, 1]),
+        ([(0, 24, 40)], [0]),
     ],
 )
 def test_batches_hold_no_more_than_the_limit(
@@ -113,6 +114,7 @@ def test_together_cuts_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None
     assert newton_schulz.together([(64, 64)] * 5 + [(64, 65)], cpu) == [[0, 1, 2, 3], [4], [5]]
     assert newton_schulz.together([(2, 64, 64)] * 3, cpu) == [[0, 1], [2]]
     assert newton_schulz.together([(5, 64, 64)] * 2, cpu) == [[0], [1]]
+    assert newton_schulz.together([(0, 64, 64)], cpu) == [[0]]
     assert newton_schulz.batch_size((128, 32), cpu) == 4
     monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
     monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 1 << 30)

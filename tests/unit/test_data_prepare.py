@@ -270,6 +270,11 @@ def test_a_long_file_with_a_bad_piece_stays_one_document(
     assert [t for t in tokens if t >= 256] == [BOS, EOS, BOS, EOS]
     assert counts.documents == (2, 0)
     assert kept is None or tokens == packed([kept, "next"])
+    half = tmp_path / "half"
+    source = TextSource("text", paths)
+    counts = make(source, tokenizer, half, on_bad_record="skip", validation_fraction=0.5)
+    assert counts.documents == (1, 1)
+    assert tokens_of(half, "validation", tokenizer) == packed(["next"])
 
 
 @pytest.mark.parametrize("content", ["", "\n \n\n"])

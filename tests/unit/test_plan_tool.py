@@ -119,6 +119,8 @@ def test_rates_and_hosts_change_times_alone(
         ratio = slow["transports"][transport]["seconds"] / fast["transports"][transport]["seconds"]
         assert ratio == pytest.approx(10)
     assert {unit["auto"] for unit in slow["units"]} == {"ring"}
+    names = [term["name"] for term in slow["memory"]["matrix_fsdp"]["terms"]]
+    assert "full gradients of 2 in reduction" in names
     one_host = _report(capsys, "--config", config, "--world-size", "8", "--local-gbit", "800")
     assert one_host["transports"]["ring"]["link_bytes_at_most"] == 0
     assert one_host["transports"]["ring"]["seconds"] > 0

@@ -84,6 +84,8 @@ def test_commas_within_brackets_do_not_part_values() -> None:
         (["--grid", "optimizer.lr=1,2,1"], "has a value twice"),
         (["--config", "debug,debug"], "has a value twice"),
         (["--grid", "optimizer.lr=1", "--grid", "optimizer.lr=2"], "a key has two --grid"),
+        (["--grid", "optimizer.lr=1,2", "--optimizer.lr", "3"], "--optimizer.lr is given for all"),
+        (["--grid", "optimizer.lr=1,2", "--optimizer.lr=3"], "--optimizer.lr=3 is given for all"),
         (["--jobs", "0"], "--nproc and --jobs must be at least 1"),
         (["--nproc", "-1"], "--nproc and --jobs must be at least 1"),
     ],
@@ -103,10 +105,14 @@ def test_a_grid_that_cannot_be_is_refused(
 
 
 def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
-    values = ["a/b", "a-b", "[1, 2]", "[1,2]", "../x"]
-    folders = [run_folder(tmp_path, {"config": value, "debug.seed": "0"}) for value in values]
-    assert len(set(folders)) == len(values)
-    assert all(folder.parent == tmp_path / "runs" for folder in folders)
+    values = ["a/b", "a-b", "[1, 2]", "[1,2]", "../x", "[" * 300, "[" * 301]
+    settings = [{"config": value, "debug.seed": "0"} for value in values]
+    settings += [{f"{section}.enable": "true"} for section in ("compile", "checkpoint")]
+    folders = [run_folder(tmp_path, one) for one in settings]
+    assert len(set(folders)) == len(settings)
+    for folder in folders:
+        folder.mkdir(parents=True)
+        assert folder.parent == tmp_path / "runs"
 
 
 def test_a_failed_run_keeps_its_log_and_paths_are_the_callers(

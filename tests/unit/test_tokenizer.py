@@ -245,8 +245,17 @@ def test_the_trainer_takes_what_training_takes(
     folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs that are encoded in pieces, and halves of surrogate pairs."""
-    record = json.dumps({"text": "ab" * 30_000 + " \ud800 and"})
+    record = json.dumps({"text": "abc" * 20_000 + " \ud800 and"})
     pathlib.Path("records.jsonl").write_text(record)
     arguments = ["--output", "out", "--vocab-size", "260", "--path", "records.jsonl"]
     trainer.main([*arguments, "--type", "jsonl"])
     assert capsys.readouterr().out.startswith("out: 260 tokens, ")
+
+
+def test_a_file_that_splits_text_differently_is_not_kept(
+    folder: pathlib.Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "cut_long_runs", list)  # the trainer's tokens of single characters
+    with pytest.raises(SystemExit, match="split a text in different tokens"):
+        trainer.main(["--output", "out", "--vocab-size", "262", "--path", "text"])
+    assert not list(folder.glob("out*"))
