@@ -4,16 +4,15 @@
         --tokenizer tokenizer.model --output shards/corpus
 
 A run then reads them with `--data.sources '[{type="shards", path="shards/corpus"}]'` and the same tokenizer. The
-output folder appears when all shards are in it; a killed call leaves only a `.building` folder, which the next one
-removes. Very large corpora: one call per part, on as many machines as you like, and a source with all the folders
-as its path.
+output folder appears when all shards are in it; a killed call leaves only a `.writing` folder, which the next one asks
+to have deleted, since it may be that of a call under way. Very large corpora: one call per part, on as many machines
+as you like, and a source with all the folders as its path.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +24,7 @@ from matrixtitan.data.prepare import SHARD_TOKENS, TextSource, tokenize
 from matrixtitan.data.sources import TEXT_SOURCES
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import init_logger
+from tools.in_place import in_place
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -54,17 +54,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace) -> None:
     """ValueError for text that cannot be used, or an output folder that exists; OSError where it cannot be written."""
-    if args.output.exists():
-        raise ValueError(f"--output {args.output} exists already; remove it or choose another")
     if not 0 <= args.validation_fraction <= 1:
         raise ValueError(f"--validation-fraction {args.validation_fraction} is not from 0 to 1")
     if args.shard_tokens < 1 or (args.threads is not None and args.threads < 1):
         raise ValueError("--shard-tokens and --threads must be at least 1")
     tokenizer = load_tokenizer(args.tokenizer)
-    building = args.output.with_name(args.output.name + ".building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    try:
+    with in_place(args.output) as building:
+        building.mkdir()
         counts = tokenize(
             TextSource(args.type, args.path, args.field, key="--path"),
             tokenizer,
@@ -75,9 +71,6 @@ def prepare(args: argparse.Namespace) -> None:
             num_threads=args.threads,
         )
         (building / "counts.json").write_text(json.dumps(asdict(counts)))
-        building.rename(args.output)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     print(
         f"{args.output}: {sum(counts.documents):,} documents, {sum(counts.tokens):,} tokens, "
         f"{counts.tokens[1]:,} of them held out, {counts.skipped:,} bad records skipped"

@@ -477,3 +477,7 @@ def test_prepare_data_tool(
     assert json.loads((tmp_path / "out" / "counts.json").read_text())["documents"] == [30, 0]
     with pytest.raises(SystemExit, match="exists already"):
         tool.main(argv)
+    (tmp_path / "other.writing").mkdir()  # a call under way, or one that was killed
+    with pytest.raises(SystemExit, match=r"other\.writing exists already"):
+        tool.main([*argv, "--tokenizer", tokenizer.path, "--output", str(tmp_path / "other")])
+    assert (tmp_path / "other.writing").exists()
