@@ -215,7 +215,7 @@ def main() -> None:
     if len(dict(axes)) < len(axes):
         parser.error("a key has two --grid; give its values in one")
     for word in fixed:
-        if word.removeprefix("--").partition("=")[0] in dict(axes):
+        if word.startswith("--") and word[2:].partition("=")[0] in dict(axes):
             parser.error(f"{word} is given for all runs and has a --grid; give it once")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

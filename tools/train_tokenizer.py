@@ -60,7 +60,7 @@ def tokens_in_rank_order(tokenizer: Tokenizer) -> list[bytes]:
 def train_file(args: argparse.Namespace) -> None:
     """Train, write, and compare the file's tokens with the trainer's on the whole text.
 
-    ValueError for a bad argument or input, or an output that exists.
+    ValueError for a bad argument or input, an output that exists, or a difference.
     """
     if not LEAST_VOCAB <= args.vocab_size <= MOST_VOCAB:
         raise ValueError(
@@ -87,7 +87,7 @@ def train_file(args: argparse.Namespace) -> None:
         for text in map(valid_unicode, read_texts(kind, files, args.field)):
             ids = written.encode(text)
             if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
-                raise RuntimeError(
+                raise ValueError(
                     f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
                 )
             count, characters = count + len(ids), characters + len(text)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         train_file(parser.parse_args(argv))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -231,7 +231,7 @@ def _orthogonalize_equal(group: list[Tensor], settings: NewtonSchulz) -> list[Te
     if first.ndim == 2:
         return _orthogonalize_slices(group, size, settings)
     if len(group) == 1 and first.size(0) <= size and first.size(0) != 1:
-        return [orthogonalize_one(first, settings)]
+        return [orthogonalize_one(first, settings)]  # a batch as it is
     slices = [slice_ for stack in group for slice_ in stack]
     results = iter(_orthogonalize_slices(slices, size, settings))
     return [torch.stack([next(results) for _ in stack]) for stack in group]

@@ -26,8 +26,8 @@ from matrixtitan.plan.shard import ParamSpec, Plan
 REDUCTIONS_IN_FLIGHT = {"nccl": 1, "gloo": 2}
 """Units whose full gradients may be in reduction while backward computes those of one more, on GPUs and on CPUs.
 
-On GPUs one, as in FSDP2. On CPUs gloo's threads share the cores with backward and are often late: with one, 4 ranks
-on 2 cores took 7 to 18% longer for forward and backward.
+On GPUs one, as in FSDP2. On CPUs gloo's threads may share the cores with backward and are late then: with one, backward
+waits for them where it could go on.
 """
 
 FSDP2_REDUCTIONS_IN_FLIGHT = 1

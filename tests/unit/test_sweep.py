@@ -104,6 +104,18 @@ def test_a_grid_that_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_value_that_is_a_key_is_no_second_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--out", str(tmp_path), "--job.description", "config"]
+    monkeypatch.setattr("sys.argv", ["sweep.py", *arguments])
+    made = Result({"config": "debug"}, [(1, 8.0)], optimizer_ms=5.0, seconds=10.0)
+    monkeypatch.setattr("tools.sweep.run", lambda *_: made)
+    monkeypatch.setattr("tools.sweep.plot", lambda *_: None)
+    main()
+    assert [r.settings for r in load_results(tmp_path / "results.jsonl")] == [made.settings]
+
+
 def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
     values = ["a/b", "a-b", "[1, 2]", "[1,2]", "../x", "[" * 300, "[" * 301]
     settings = [{"config": value, "debug.seed": "0"} for value in values]
