@@ -64,7 +64,7 @@ def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
         [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in model.named_parameters()],
         lambda fqn: unit_of(units, fqn),
         tail_patterns=[*model.tail_patterns, *optimizer.tail_patterns],
-        per_head_patterns=dict.fromkeys(optimizer.per_head_patterns, model.head_dim),
+        per_head_patterns=dict.fromkeys(optimizer.rule.head_patterns(), model.head_dim),
     )
 
 

@@ -210,7 +210,7 @@ def describe(
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name()
     return {
         "world_size": world.size,
-        "ns_steps": config.optimizer.ns_steps,
+        "ns_steps": getattr(config.optimizer.rule, "ns_steps", None),
         "model": {
             "name": config.model.name,
             "flavor": config.model.flavor,

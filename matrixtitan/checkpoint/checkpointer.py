@@ -53,7 +53,7 @@ from matrixtitan.checkpoint.state import (
     train_state_tensors,
 )
 from matrixtitan.checkpoint.writing import write_checkpoint
-from matrixtitan.config import CheckpointConfig, Config
+from matrixtitan.config import CheckpointConfig, Config, tables, upgraded
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.plan.shard import Plan
@@ -91,7 +91,7 @@ class Checkpointer:
     ) -> None:
         self.config = config
         self.folder = Path(run.job.dump_folder) / config.folder
-        self._run = json.loads(json.dumps(dataclasses.asdict(run)))
+        self._run = json.loads(json.dumps(tables(run)))
         self._strategy = strategy
         self._optimizers = optimizers
         self._plan = plan
@@ -379,7 +379,7 @@ class Checkpointer:
         saved = together(
             self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
         )
-        changes = changed_keys(saved, self._run)
+        changes = changed_keys(upgraded(saved), self._run)
         if changes and self._rank == 0:
             logger.warning(
                 "the configuration changed since %s: %s", stored.path.name, "; ".join(changes)

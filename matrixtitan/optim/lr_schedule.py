@@ -55,27 +55,9 @@ class LRSchedule:
             raise ValueError(
                 f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1"
             )
-        if not 0 <= config.warmup_steps <= total:
-            raise ValueError(
-                f"lr_scheduler.warmup_steps is {config.warmup_steps}; it must be from 0 to total_steps, {total}"
-            )
-        if config.decay_ratio is not None and not 0 <= config.decay_ratio <= 1:
-            raise ValueError(
-                f"lr_scheduler.decay_ratio is {config.decay_ratio}; it must be from 0 to 1"
-            )
-        if (
-            config.decay_ratio is not None
-            and config.warmup_steps + round(total * config.decay_ratio) > total
-        ):
-            raise ValueError(
-                f"lr_scheduler.warmup_steps {config.warmup_steps} and decay over {config.decay_ratio} of {total} steps "
-                "overlap: lower lr_scheduler.decay_ratio or warmup_steps"
-            )
-        if not 0 <= config.min_lr_factor <= 1:
-            raise ValueError(
-                f"lr_scheduler.min_lr_factor is {config.min_lr_factor}; it must be from 0 to 1"
-            )
-        _decayed(config.decay_type, 0.0)
+        problems = [f"lr_scheduler.{problem}" for problem in config.problems_in(total)]
+        if problems:
+            raise ValueError("\n".join(problems))
         self.config = config
         self.total_steps = total
         self.optimizers = optimizers

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices, check_range
@@ -23,6 +22,8 @@ from matrixtitan.optim.newton_schulz import (
     orthogonalize,
     together,
 )
+from matrixtitan.rules.base import Shape, StateSpec
+from matrixtitan.rules.muon import MuonRule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
 
@@ -76,13 +77,12 @@ class Muon(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
-        check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
+        MuonRule(momentum=group["momentum"], scale=group["scale"]).require()
         check_range("eps", group["eps"], 0.0)
-        learning_rate_scale(group["scale"], 1, 1)
         newton_schulz_of(group)
 
-    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.preserve_format)}
+    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
+        return MuonRule().state(shape)
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)

@@ -35,6 +35,7 @@ from matrixtitan.config import (
     ParallelismConfig,
     TrainingConfig,
 )
+from matrixtitan.rules import ShampooRule, SOAPRule
 from matrixtitan.trainer import Trainer
 from tests.lib.distributed import run_distributed
 
@@ -46,9 +47,11 @@ OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
     "shampoo": OptimizerConfig(
-        name="shampoo", lr=1e-3, precondition_frequency=4, max_precond_dim=128
+        name="shampoo", lr=1e-3, rule=ShampooRule(precondition_frequency=4, max_precond_dim=128)
     ),
-    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2, max_precond_dim=128),
+    "soap": OptimizerConfig(
+        name="soap", lr=1e-3, rule=SOAPRule(precondition_frequency=2, max_precond_dim=128)
+    ),
 }
 
 
@@ -193,7 +196,9 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
         config = replace(
             config,
             training=training,
-            optimizer=replace(config.optimizer, max_precond_dim=8192),  # both sides of every matrix
+            optimizer=replace(
+                config.optimizer, rule=replace(config.optimizer.rule, max_precond_dim=8192)
+            ),  # both sides of every matrix
             checkpoint=CheckpointConfig(),
             debug=DebugConfig(seed=seed),
         )

@@ -23,6 +23,7 @@ from matrixtitan.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from matrixtitan.rules import MuonRule, SOAPRule
 from matrixtitan.trainer import Trainer
 from models.llama import LLAMA3_FLAVORS, LlamaFlavor
 from tests.lib.corpus import byte_tokenizer
@@ -31,8 +32,8 @@ from tests.lib.distributed import run_distributed
 OLD = Path(__file__).parent / "data" / "old_checkpoints"
 SAVED_AT, STEPS = 4, 8
 OPTIMIZERS = {
-    "muon": OptimizerConfig(name="muon", lr=0.02, ns_batch=False),
-    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2),
+    "muon": OptimizerConfig(name="muon", lr=0.02, rule=MuonRule(ns_batch=False)),
+    "soap": OptimizerConfig(name="soap", lr=1e-3, rule=SOAPRule(precondition_frequency=2)),
 }
 TOLERANCE = {"muon": 1e-5, "soap": 1e-3}
 """SOAP's eigenbases of rank-deficient factors follow from rounding."""

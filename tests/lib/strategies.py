@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from matrixtitan.config import Config, config_from_dict
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.parallelize import parallelize
+from matrixtitan.rules import MuonRule
 from matrixtitan.strategies.base import DataParallel
 from models.llama import Llama, LlamaFlavor
 
@@ -48,15 +49,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(strategy: str, **optimizer: Any) -> Config:
-    """The config of one of STRATEGIES; keywords replace keys of its optimizer section."""
+def make_config(strategy: str, **muon: Any) -> Config:
+    """The config of one of STRATEGIES; keywords replace options of Muon."""
     config = config_from_dict(SECTIONS, __name__)
     choice = dict(STRATEGIES[strategy])
     exchange = choice.pop("matrix_exchange", "all_to_all")
     return dataclasses.replace(
         config,
         parallelism=dataclasses.replace(config.parallelism, **choice),
-        optimizer=dataclasses.replace(config.optimizer, matrix_exchange=exchange, **optimizer),
+        optimizer=dataclasses.replace(
+            config.optimizer, matrix_exchange=exchange, rule=MuonRule(**muon)
+        ),
     )
 
 

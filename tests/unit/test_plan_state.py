@@ -36,7 +36,7 @@ def _allocated(optimizer: Any) -> int:
         ),
         (lambda p: Shampoo([p]), {"matrix_optimizer": "shampoo", "max_precond_dim": 1024}),
         (
-            lambda p: Shampoo([p], max_preconditioner_dim=5, graft=None),
+            lambda p: Shampoo([p], max_precond_dim=5, graft=None),
             {"matrix_optimizer": "shampoo", "max_precond_dim": 5, "shampoo_moments": 1},
         ),
     ],
