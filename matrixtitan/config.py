@@ -2,7 +2,8 @@
 
 Every key's type, default and meaning stand once, in the dataclasses, and `--help` prints them. Names follow torchtitan
 where it has the key. Owns parsing and the checks that need no process group, so that a mistake stops a run before it
-starts anything. Imports neither torch nor the rest of the package. Next: `trainer.py` for what a run does with it.
+starts anything. Imports neither torch nor more of
+the package than the registry of transports. Next: `trainer.py` for what a run does with it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli
+
+from matrixtitan.plan.transports import TRANSPORTS
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "train_configs"
 EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
@@ -208,8 +211,8 @@ class ParallelismConfig:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "free gathered weights after forward: all but the last unit's, all, or none"
     )
-    transport: Literal["auto", "grouped", "ring", "star"] = key(
-        "auto", "how a unit's weights travel from their owners"
+    transport: str = key(
+        "auto", f"how a unit's weights travel from their owners: auto, {', '.join(TRANSPORTS)}"
     )
     egress_cap: float = key(
         0.0,
@@ -558,6 +561,12 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"parallelism.{name} is {degree}; matrixtitan has data parallelism only: set it to 1"
     if config.metrics.enable_wandb:
         yield "metrics.enable_wandb: Weights & Biases is not supported; metrics.enable_tensorboard is"
+    transports = ["auto", *TRANSPORTS]
+    if parallelism.transport not in transports:
+        yield (
+            f"parallelism.transport is {parallelism.transport!r}; choose {', '.join(map(repr, transports))}"
+            f"{_nearest(parallelism.transport, transports)}"
+        )
     if parallelism.egress_cap and not parallelism.egress_cap >= 1:
         yield (
             f"parallelism.egress_cap is {parallelism.egress_cap}; write 0 for no cap, or 1 (an even share) or more"

@@ -45,7 +45,7 @@ def parallelize(
     apply_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.enable:
         compile_blocks(model)
-    return STRATEGIES[config.parallelism.strategy](model, specs, config, mesh, device)
+    return BUILDERS[config.parallelism.strategy](model, specs, config, mesh, device)
 
 
 def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
@@ -183,7 +183,7 @@ def _nothing_to_close() -> None:
 
 Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
 
-STRATEGIES: dict[str, Build] = {
+BUILDERS: dict[str, Build] = {
     "matrix_fsdp": _matrix_fsdp,
     "fsdp2": _fsdp2,
     "zero1_owner": _zero1_owner,

@@ -1,38 +1,22 @@
-"""What a placement costs, by formula: resident bytes, optimizer FLOPs, bytes sent, transport times.
+"""What a placement costs a rank, by formula: resident bytes and optimizer FLOPs.
 
-Owns every formula that the planner, the tools and `transport = "auto"` use. Nothing measured
-enters, so that a plan is the same on every machine. It never decides who owns what (`planner.py`
-does) and knows nothing of torch. Read the words in `shard.py` first.
+Owns the two prices that the planner minimises. Nothing measured enters, so that a plan is the same
+on every machine. It never decides who owns what (`planner.py` does) and knows nothing of torch. What
+travels is priced in `transports.py`. Read the words in `shard.py` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, prod
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan
 
-MatrixOptimizer = Literal["muon", "shampoo", "soap", "adamw"]
+RuleName = Literal["muon", "shampoo", "soap", "adamw"]
+"""The update rule of the matrix role."""
 NewtonSchulzForm = Literal["standard", "gram", "auto"]
-Transport = Literal["grouped", "ring", "star", "all_gather"]
-Strategy = Literal[
-    "matrix_fsdp",
-    "fsdp2_gather_each",
-    "fsdp2_gather_once",
-    "fsdp2_all_to_all",
-    "zero1_owner",
-    "ddp",
-]
-STRATEGIES: tuple[Strategy, ...] = (
-    "matrix_fsdp",
-    "fsdp2_gather_each",
-    "fsdp2_gather_once",
-    "fsdp2_all_to_all",
-    "zero1_owner",
-    "ddp",
-)
 
 ADAMW_FLOPS = 12
 """Elementwise operations per parameter of one AdamW step: decay, two moments, square root,
@@ -43,10 +27,6 @@ EIGH_FLOPS = 9
 FIRST_RESTART, RESTART_EVERY = 2, 3
 """Steps of Newton-Schulz's Gram form before its first restart, where it goes back to the long matrix,
 and between later ones; `optim/newton_schulz.py` restarts there and says why."""
-
-
-GLOO_WORKERS = 2
-"""Threads of PyTorch's gloo process group: so many of its collectives run at a time."""
 
 
 FACTOR_BYTES = 4
@@ -63,7 +43,7 @@ class CostSettings:
     `precondition_frequency` spreads the cubic refreshes over the steps between them.
     """
 
-    matrix_optimizer: MatrixOptimizer = "muon"
+    matrix_optimizer: RuleName = "muon"
     param_bytes: int = 4
     grad_bytes: int = 4
     state_bytes: int = 4
@@ -276,261 +256,3 @@ def max_over_mean(values: Sequence[int]) -> float:
     """How far the fullest rank is above the average; 1.0 where there is nothing at all."""
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
-
-
-# ---------------------------------------------------------------- transports
-
-
-Direction = Literal["unshard", "reduce"]
-
-
-class LinkBytes(NamedTuple):
-    """Most bytes that one rank, and that one host's link, carries in its busier direction."""
-
-    rank: int
-    link: int
-
-
-def transport_bytes(
-    transport: Transport,
-    shares: Sequence[int],
-    ranks_per_host: int = 1,
-    *,
-    direction: Direction = "unshard",
-    backend: str = "nccl",
-) -> LinkBytes:
-    """Bytes of one unshard, or one reduction, of a unit whose rank r holds `shares[r]`.
-
-    Ring, and `grouped` as NCCL does it (each broadcast a pipelined ring): rank r passes on all but
-    what rank r + 1 holds (a reduction: but what it holds itself), and one rank of a host faces the
-    network. Star: an owner exchanges its share with each peer. All-gather: even shares, c S.
-    `grouped` on gloo: [Note: what gloo does].
-    """
-    world_size, total = len(shares), sum(shares)
-    if world_size == 1:
-        return LinkBytes(0, 0)
-    transport = _carried_by(transport, world_size, backend)
-    several = world_size > ranks_per_host
-    if transport == "all_gather":
-        sent = ceil(total * (world_size - 1) / world_size)
-        return LinkBytes(sent, sent if several else 0)
-    if transport == "grouped" and backend == "gloo":
-        moved = _gloo_tree if direction == "unshard" else _gloo_ring_and_gather
-        return LinkBytes(moved(shares, 1), moved(shares, ranks_per_host) if several else 0)
-    if transport in ("ring", "grouped"):
-        # the link into a host does not carry its first rank's share, nor the one out of it, in a
-        # reduction, its last rank's
-        edge = 0 if direction == "unshard" else -1
-        spared = min(
-            shares[start : start + ranks_per_host][edge]
-            for start in range(0, world_size, ranks_per_host)
-        )
-        return LinkBytes(total - min(shares), total - spared if several else 0)
-    link = 0
-    for start in range(0, world_size, ranks_per_host) if several else ():
-        held = shares[start : start + ranks_per_host]
-        peers = world_size - len(held)
-        link = max(link, sum(held) * peers, (total - sum(held)) * len(held))
-    return LinkBytes((world_size - 1) * max(shares), link)
-
-
-def _gloo_tree(shares: Sequence[int], ranks_per_host: int) -> int:
-    """Bytes through the busiest host's link when every share is broadcast.
-
-    [Note: what gloo does]
-    A broadcast is a binomial tree: counted from the owner, rank v gets the whole share from v less
-    its highest bit, and sends it to each v + 2^i above that bit at once. A reduction is a ring
-    reduce-scatter, in which every rank sends c s, and then a gather of the N parts by the owner.
-    """
-    world_size = len(shares)
-    sent, received = ([0] * ceil(world_size / ranks_per_host) for _ in range(2))
-    for owner, share in enumerate(shares):
-        for relative in range(1, world_size) if share else ():
-            parent = relative - (1 << relative.bit_length() - 1)
-            source, target = (
-                (owner + rank) % world_size // ranks_per_host for rank in (parent, relative)
-            )
-            if source != target:
-                sent[source] += share
-                received[target] += share
-    return max(*sent, *received)
-
-
-def _gloo_ring_and_gather(shares: Sequence[int], ranks_per_host: int) -> int:
-    """Bytes into the busiest host's link when every share is reduced; see [Note: what gloo does]."""
-    world_size = len(shares)
-    gathered = max(
-        sum(held) * (world_size - len(held))
-        for held in (
-            shares[start : start + ranks_per_host] for start in range(0, world_size, ranks_per_host)
-        )
-    )
-    return ((world_size - 1) * sum(shares) + gathered) // world_size
-
-
-def transport_seconds(
-    transport: Transport,
-    shares: Sequence[int],
-    link_bytes_per_second: float,
-    *,
-    direction: Direction = "unshard",
-    backend: str = "nccl",
-    ranks_per_host: int = 1,
-    local_bytes_per_second: float = inf,
-    message_seconds: float = 0.0,
-) -> float:
-    """Predicted time of one unshard or one reduction.
-
-    Each host has one link to the network, each rank one to its neighbours in the host, by default
-    taken as free; the slower of the two counts. `message_seconds` is the latency of a message, for
-    each of `transport_messages`. gloo runs `GLOO_WORKERS` of the collectives of `grouped` at a
-    time, in the order issued, and these start and end nearly together: their times add up, group by
-    group. Around the ring of its reductions two segments travel at a time, and so do those of
-    reductions beside each other: messages wait while bytes travel, and the longer counts. The
-    owner's gather comes last and waits for itself.
-    """
-    world_size = len(shares)
-    if world_size == 1:
-        return 0.0
-    in_groups = backend == "gloo" and _carried_by(transport, world_size, backend) == "grouped"
-    parts = [shares]
-    if in_groups:
-        owners = [rank for rank, share in enumerate(shares) if share]
-        parts = [
-            [
-                share if rank in owners[first : first + GLOO_WORKERS] else 0
-                for rank, share in enumerate(shares)
-            ]
-            for first in range(0, len(owners), GLOO_WORKERS)
-        ]
-    moving = 0.0
-    for part in parts:
-        moved = transport_bytes(
-            transport, part, ranks_per_host, direction=direction, backend=backend
-        )
-        moving += max(moved.link / link_bytes_per_second, moved.rank / local_bytes_per_second)
-    messages = transport_messages(transport, shares, direction=direction, backend=backend)
-    waiting = messages * message_seconds
-    if in_groups and direction == "reduce":
-        around = waiting * (world_size - 1) / world_size
-        return max(moving, around) + waiting - around
-    return moving + waiting
-
-
-def transport_messages(
-    transport: Transport,
-    shares: Sequence[int],
-    *,
-    direction: Direction = "unshard",
-    backend: str = "nccl",
-) -> int:
-    """Messages of one unshard or one reduction that must follow each other."""
-    world_size, owners = len(shares), sum(share > 0 for share in shares)
-    if _carried_by(transport, world_size, backend) != "grouped":
-        return world_size - 1
-    if backend != "gloo":
-        return owners
-    # down the tree, or around the ring, where two segments travel at a time
-    each = (world_size - 1).bit_length() if direction == "unshard" else world_size
-    return ceil(owners / GLOO_WORKERS) * each
-
-
-def _carried_by(transport: Transport, world_size: int, backend: str) -> Transport:
-    """Two gloo ranks send to each other: there `grouped` is a star, see `fsdp/transports.py`."""
-    pair = backend == "gloo" and world_size == 2
-    return "star" if transport == "grouped" and pair else transport
-
-
-def choose_transport(
-    world_size: int, backend: str, ranks_per_host: int | None = None
-) -> Literal["grouped", "ring", "star"]:
-    """The transport of `transport = "auto"`: from the backend and where ranks are, so that a run can be repeated.
-
-    NCCL: grouped. gloo across machines: ring, since a link carries each byte once whatever the balance. gloo inside
-    one machine: star, since every pattern moves the same bytes through memory and this one has the fewest steps.
-    """
-    if backend == "nccl":
-        return "grouped"
-    if backend != "gloo":
-        raise ValueError(
-            f"no transport is known for backend {backend!r}: use nccl or gloo, or name a transport"
-        )
-    return "ring" if ranks_per_host is not None and world_size > ranks_per_host else "star"
-
-
-# ---------------------------------------------------------------- strategies
-
-
-class UnitSize(NamedTuple):
-    """Elements of one unit, and how often its weights are gathered in a microbatch."""
-
-    numel: int
-    trainable: int
-    matrix: int  # trainable elements of the matrix role
-    gathers: int = (
-        2  # 1 where they are kept between forward and backward, or not needed in backward
-    )
-
-
-class StepBytes(NamedTuple):
-    """Logical bytes that one rank sends in one step, the mean over ranks."""
-
-    forward_backward: int
-    optimizer: int
-
-
-def unit_sizes(
-    params: Iterable[Parameter], gathered_once: Iterable[str] = (), row_multiple: int = 1
-) -> list[UnitSize]:
-    """Sizes of the units in order of first appearance.
-
-    Units named in `gathered_once` are gathered in forward alone. Rows are padded to `row_multiple`,
-    as FSDP2 does for its N equal shards.
-    """
-    once = set(gathered_once)
-    sizes: dict[str, UnitSize] = {}
-    for param in params:
-        size = sizes.setdefault(param.unit, UnitSize(0, 0, 0, 1 if param.unit in once else 2))
-        padded = ceil(param.shape[0] / row_multiple) * row_multiple * prod(param.shape[1:])
-        sizes[param.unit] = UnitSize(
-            size.numel + padded,
-            size.trainable + padded * param.trainable,
-            size.matrix + padded * (param.trainable and param.role == "matrix"),
-            size.gathers,
-        )
-    return list(sizes.values())
-
-
-def strategy_bytes(
-    strategy: Strategy,
-    units: Sequence[UnitSize],
-    world_size: int,
-    *,
-    param_bytes: int,
-    grad_bytes: int,
-    update_bytes: int = 4,
-    stored_bytes: int = 4,
-    microbatches: int = 1,
-) -> StepBytes:
-    """Bytes sent per rank per step; c = (N - 1) / N, and an element has b (computed), g (reduced),
-    u (update) or s (stored) bytes on the wire.
-
-    Sharded strategies: c ((1 + resharded) b + g) a microbatch; replicated ones all-reduce their
-    gradients once a step, 2 c g. Optimizer step, P trainable matrix elements: gather_each and
-    gather_once c P u, all_to_all 2 c (P / N) u, zero1_owner c P s, ours and ddp 0.
-    """
-    share = (world_size - 1) / world_size
-    gathered = sum(unit.numel * unit.gathers for unit in units) * param_bytes
-    reduced = sum(unit.trainable for unit in units) * grad_bytes
-    matrix = sum(unit.matrix for unit in units)
-    replicated = strategy in ("zero1_owner", "ddp")
-    sent = 2 * reduced if replicated else (gathered + reduced) * microbatches
-    optimizer = {
-        "matrix_fsdp": 0.0,
-        "fsdp2_gather_each": share * matrix * update_bytes,
-        "fsdp2_gather_once": share * matrix * update_bytes,
-        "fsdp2_all_to_all": 2 * share * matrix / world_size * update_bytes,
-        "zero1_owner": share * matrix * stored_bytes,
-        "ddp": 0.0,
-    }[strategy]
-    return StepBytes(round(share * sent), round(optimizer))

@@ -19,9 +19,10 @@ from matrixtitan.fsdp.buffers import align_up, element_alignment
 from matrixtitan.fsdp.unit import Reduction, Unit
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT, Precision, memory_table
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.memory import Precision, memory_table
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import batch, make_toy, share, toy_units

@@ -7,28 +7,26 @@ from dataclasses import replace
 import pytest
 
 from matrixtitan.plan.cost import (
-    STRATEGIES,
     CostSettings,
-    Direction,
-    Transport,
-    UnitSize,
     block_cost,
-    choose_transport,
     max_over_mean,
     newton_schulz_flops,
     optimizer_flops,
     rank_bytes,
     rank_flops,
     state_elements,
-    strategy_bytes,
-    transport_bytes,
-    transport_messages,
-    transport_seconds,
     unit_shares,
-    unit_sizes,
 )
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
+from matrixtitan.plan.transports import (
+    Direction,
+    choose_transport,
+    transport_bytes,
+    transport_messages,
+    transport_seconds,
+)
+from matrixtitan.predict.strategies import STRATEGIES, UnitSize, strategy_bytes, unit_sizes
 from tests.lib.shapes import LLAMA_8B, llama_specs
 
 MIB = 1 << 20
@@ -162,7 +160,7 @@ def test_transport_times_of_the_measured_links() -> None:
             for direction, seconds in zip(("unshard", "reduce"), of_unit, strict=True):
                 if seconds is not None:
                     predicted = transport_seconds(
-                        transport,  # type: ignore[arg-type]
+                        transport,
                         shares,
                         100e6 / 8,
                         backend="gloo",
@@ -251,7 +249,7 @@ def test_unit_sizes() -> None:
 
 @pytest.mark.parametrize("direction", ["unshard", "reduce"])
 @pytest.mark.parametrize("transport", ["ring", "grouped", "star"])
-def test_a_last_host_may_have_fewer_ranks(transport: Transport, direction: Direction) -> None:
+def test_a_last_host_may_have_fewer_ranks(transport: str, direction: Direction) -> None:
     shares = [4, 4, 1]
     within = transport_bytes(transport, shares, 8, direction=direction)
     assert within.link == 0
