@@ -45,7 +45,7 @@ def parallelize(
     apply_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.enable:
         compile_blocks(model)
-    return STRATEGIES[config.parallelism.strategy](model, specs, config, mesh, device)
+    return BUILDERS[config.parallelism.strategy](model, specs, config, mesh, device)
 
 
 def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
@@ -70,17 +70,12 @@ def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
 
 def plan_settings(config: Config) -> PlanSettings:
     """What a plan's bytes and FLOPs depend on."""
-    optimizer = config.optimizer
     stored = dtype_of(config.training.dtype).itemsize
     return PlanSettings(
-        matrix_optimizer=optimizer.name,
+        rule=config.optimizer.rule,
         param_bytes=stored,
         grad_bytes=stored,  # gradients are reduced into the dtype of the stored rows
         state_bytes=stored,
-        ns_steps=optimizer.ns_steps,
-        precondition_frequency=optimizer.precondition_frequency,
-        max_precond_dim=optimizer.max_precond_dim,
-        shampoo_moments=int(optimizer.betas[0] > 0) + int(optimizer.graft == "adam"),
         egress_cap=config.parallelism.egress_cap or None,
     )
 
@@ -183,7 +178,7 @@ def _nothing_to_close() -> None:
 
 Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
 
-STRATEGIES: dict[str, Build] = {
+BUILDERS: dict[str, Build] = {
     "matrix_fsdp": _matrix_fsdp,
     "fsdp2": _fsdp2,
     "zero1_owner": _zero1_owner,

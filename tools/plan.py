@@ -6,7 +6,7 @@
 Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every
 strategy and transport, and each strategy's memory, term by term. Any `--section.key value` of the
 config may follow. Nothing is allocated and nothing measured: the formulas are in
-`matrixtitan/plan/`.
+`matrixtitan/plan/` and `matrixtitan/predict/`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from matrixtitan.config import (
 )
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.parallelize import model_specs, plan_settings
-from matrixtitan.plan.memory import Precision
 from matrixtitan.plan.planner import make_plan
-from matrixtitan.plan.report import Job, Machine, report
 from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.plan.transports import ALL_GATHER
+from matrixtitan.predict.memory import Precision
+from matrixtitan.predict.report import report
+from matrixtitan.predict.traffic import Job, Machine
 from models import build_model
 from models.llama import Llama
 
@@ -109,7 +111,9 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
         stored=training.dtype,
         compute=training.mixed_precision_param,
         reduce=training.mixed_precision_reduce,
-        update=_update_dtype(config.optimizer.ns_dtype, options.backend),
+        update=_update_dtype(
+            getattr(config.optimizer.rule, "ns_dtype", "float32"), options.backend
+        ),
     )
     specs = model_specs(model, config)
     settings = plan_settings(config)
@@ -312,15 +316,16 @@ def _unit_lines(figures: dict[str, Any]) -> Iterator[str]:
     chosen = sorted({0, len(units) // 2, len(units) - 1}) if units else []
     yield (
         f"{'one unshard, ms':<18}{'MB':>10}{'owners':>8}{'min share':>11}{'max share':>11}"
-        f"{'grouped':>10}{'ring':>10}{'star':>10}{'all-gather':>12}  auto"
+        + "".join(f"{name:>10}" for name in figures["transports"])
+        + f"{'all-gather':>12}  auto"
     )
     for unit in (units[index] for index in chosen):
         times = unit["unshard_seconds"]
         yield (
             f"{unit['name']:<18}{unit['bytes'] / 1e6:>10.1f}{unit['owners']:>8}"
             f"{_share(unit, 'min_share'):>11}{_share(unit, 'max_share'):>11}"
-            + "".join(f"{times[name] * 1e3:>10.2f}" for name in ("grouped", "ring", "star"))
-            + f"{times['all_gather'] * 1e3:>12.2f}  {unit['auto']}"
+            + "".join(f"{times[name] * 1e3:>10.2f}" for name in figures["transports"])
+            + f"{times[ALL_GATHER] * 1e3:>12.2f}  {unit['auto']}"
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matrixtitan.options import Needs, Options, key
+from matrixtitan.plan.transports import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
 
@@ -250,8 +251,10 @@ class ParallelismConfig(Options):
         "which gathered weights are freed after forward: all but the last unit's, all, or none",
         needs=SHARDED,
     )
-    transport: Literal["auto", "grouped", "ring", "star"] = key(
-        "auto", "how a unit's weights travel from their owners", needs=OWNED
+    transport: str = key(
+        "auto",
+        f"how a unit's weights travel from their owners: auto, {', '.join(TRANSPORTS)}",
+        needs=OWNED,
     )
     egress_cap: float = key(
         0.0,
@@ -278,6 +281,9 @@ class ParallelismConfig(Options):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.transport not in ("auto", *TRANSPORTS):
+            names = ", ".join(map(repr, ("auto", *TRANSPORTS)))
+            yield f"transport is {self.transport!r}; choose {names}"
         if self.egress_cap and not 1 <= self.egress_cap < float("inf"):
             yield (
                 f"egress_cap is {self.egress_cap}; write 0 for no cap, or 1 (an even share) or more"

@@ -6,7 +6,6 @@ happen, `unit.py` for what happens.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,26 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.param import ShardedParam, Slot
-from matrixtitan.fsdp.ring import Ring
 from matrixtitan.fsdp.streams import Channel, failure
-from matrixtitan.fsdp.transports import (
-    DryRun,
-    Grouped,
-    Star,
-    Transport,
-    ranks_on_this_machine,
-)
+from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
-from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import ParamSpec, Plan
-
-logger = logging.getLogger(__name__)
-
-TRANSPORTS: dict[str, type[Transport]] = {"grouped": Grouped, "ring": Ring, "star": Star}
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
 
 ROOT = "(root)"
 """Name of the unit of all parameters that no listed unit holds."""
@@ -413,7 +400,7 @@ def make_transport(
     if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
         counts = _gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
-    chosen = _transport_class(name, len(ranks), per_host, backend)
+    chosen = transport_class(name, len(ranks), per_host, backend)
     options = _ahead_of_compute(timeout) if backend == "nccl" else None
     own = dist.new_group(
         ranks,
@@ -437,27 +424,6 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """What carries `device`'s tensors in a group that may have several backends, such as "cpu:gloo,cuda:nccl"."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends[device.type]
-
-
-def _transport_class(name: str, world_size: int, per_host: int, backend: str) -> type[Transport]:
-    if backend == "fake":
-        return DryRun
-    if name == "auto":
-        name = choose_transport(world_size, backend, per_host)
-        logger.info(
-            "transport: %s (auto: %d ranks, %d on a machine, %s)",
-            name,
-            world_size,
-            per_host,
-            backend,
-        )
-    if name not in TRANSPORTS:
-        raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
-    if name == "ring" and backend != "gloo":
-        raise ValueError(
-            f"transport 'ring' works on gloo alone, this group's backend is {backend}: use 'grouped'"
-        )
-    return TRANSPORTS[name]
 
 
 def _gather_integers(

@@ -2,12 +2,14 @@
 
 A transport moves a list of Pieces in one direction: `unshard` sends each from its owner to all ranks of the group,
 `reduce` sums each over all ranks onto its owner (elsewhere the contents are then undefined). Pieces are listed in the
-same order on every rank. Ranks are group ranks throughout. `plan/cost.py` has the formula behind `auto`;
-`ring.py` is the third transport.
+same order on every rank. Ranks are group ranks throughout. `plan/transports.py` has the registry: names, prices, and
+the rule of `auto`. `ring.py` is the third transport.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
@@ -22,6 +24,9 @@ from torch import Tensor
 
 from matrixtitan.fsdp.background import Background, Steps, Task, chunks
 from matrixtitan.fsdp.streams import Work
+from matrixtitan.plan.transports import choose_transport, transport_spec
+
+logger = logging.getLogger(__name__)
 
 ADD_BYTES, ADDS_AHEAD = 1 << 20, 4
 """What a star's reduction receives at a time, and receives posted before their data is needed: gloo starts sending
@@ -248,6 +253,47 @@ class DryRun(Transport):
 
     def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
         return ()
+
+
+def transport_class(name: str, world_size: int, per_host: int, backend: str) -> type[Transport]:
+    """The class that the registry has for `name`, or for what "auto" comes to.
+
+    ValueError for a name that is not registered, or a transport that does not run on `backend`.
+    """
+    if backend == "fake":
+        return DryRun
+    if name == "auto":
+        name = choose_transport(world_size, backend, per_host)
+        logger.info(
+            "transport: %s (auto: %d ranks, %d on a machine, %s)",
+            name,
+            world_size,
+            per_host,
+            backend,
+        )
+    spec = transport_spec(name)
+    if not spec.runs_on(backend):
+        raise ValueError(
+            f"transport {name!r} works on {' and '.join(spec.backends or ())} alone, "
+            f"this group's backend is {backend}: use {choose_transport(world_size, backend, per_host)!r}"
+        )
+    return runtime_class(name)
+
+
+def runtime_class(name: str) -> type[Transport]:
+    """What moves the bytes of a registered transport, imported on demand; RuntimeError where its entry is wrong."""
+    module, _, attribute = transport_spec(name).runtime.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"transport {name!r}: its runtime {module}:{attribute} cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Transport)):
+        raise RuntimeError(
+            f"transport {name!r}: its runtime {module}:{attribute} is no {Transport.__module__}.Transport"
+        )
+    return found
 
 
 def chunks_by_owner(pieces: Sequence[Piece], world_size: int, nbytes: int) -> list[list[Tensor]]:

@@ -11,10 +11,7 @@ from matrixtitan.rules.shampoo import ShampooRule
 from matrixtitan.rules.soap import SOAPRule
 
 RULES: dict[str, type[Rule]] = {
-    "muon": MuonRule,
-    "shampoo": ShampooRule,
-    "soap": SOAPRule,
-    "adamw": AdamWRule,
+    rule.name: rule for rule in (MuonRule, ShampooRule, SOAPRule, AdamWRule)
 }
 
 __all__ = ["RULES", "AdamWRule", "MuonRule", "Rule", "SOAPRule", "ShampooRule", "StateSpec"]

@@ -13,6 +13,7 @@ from matrixtitan.rules.base import Rule, Shape, StateSpec, check_betas
 
 @dataclass(frozen=True)
 class AdamWRule(Rule):
+    name = "adamw"
     optimizer = "torch.optim:AdamW"
     exchangeable = True
 

@@ -36,6 +36,8 @@ class StateSpec(NamedTuple):
 class Rule(Options):
     """The options of one rule for the hidden matrices, and what follows from them."""
 
+    name: ClassVar[str]
+    """What `optimizer.name` calls it."""
     optimizer: ClassVar[str]
     """Where its torch.optim.Optimizer is, as "module:Class"."""
     exchangeable: ClassVar[bool] = False
@@ -56,6 +58,11 @@ class Rule(Options):
     def head_patterns(self) -> tuple[str, ...]:
         """Names of the projections whose heads it steps as matrices of their own."""
         return ()
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether its state is float32 whatever the parameters are stored in."""
+        return any(spec.shape and spec.dtype == "float32" for spec in self.state((1, 1)).values())
 
     def state_bytes(self, rows: int, cols: int, param_bytes: int) -> int:
         """Of one matrix (R, C), whose elements take `param_bytes`; step counters are not counted."""

@@ -14,6 +14,7 @@ from matrixtitan.rules.base import Rule, Shape, StateSpec
 
 @dataclass(frozen=True)
 class MuonRule(Rule):
+    name = "muon"
     optimizer = "matrixtitan.optim.muon:Muon"
     exchangeable = True
 

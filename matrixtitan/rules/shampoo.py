@@ -16,6 +16,7 @@ EIGH_FLOPS = 9
 
 @dataclass(frozen=True)
 class ShampooRule(Rule):
+    name = "shampoo"
     optimizer = "matrixtitan.optim.shampoo:Shampoo"
 
     betas: tuple[float, ...] = key(

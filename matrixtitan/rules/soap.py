@@ -13,6 +13,7 @@ from matrixtitan.rules.base import Rule, Shape, StateSpec, check_betas
 
 @dataclass(frozen=True)
 class SOAPRule(Rule):
+    name = "soap"
     optimizer = "matrixtitan.optim.soap:SOAP"
 
     betas: tuple[float, ...] = key((0.95, 0.95), "decay of the moments", low=0, below=1)

@@ -19,9 +19,11 @@ from matrixtitan.fsdp.buffers import align_up, element_alignment
 from matrixtitan.fsdp.unit import Reduction, Unit
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT, Precision, memory_table
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.memory import Precision, memory_table
+from matrixtitan.rules import RULES
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import batch, make_toy, share, toy_units
@@ -303,7 +305,7 @@ def resident(name: str, dim: int, replicas: int) -> None:
         storage_bytes(param.tensor.grad for param in local),
         storage_bytes(state),
     )
-    settings = PlanSettings(matrix_optimizer=name)  # type: ignore[arg-type]
+    settings = PlanSettings(rule=RULES[name]())
     planned = rank_bytes(sharded.plan, settings)[sharded.rank]
     alignment = element_alignment(torch.device("cpu"), torch.float32)
     padded = [align_up(param.tensor.numel(), alignment) for param in local]

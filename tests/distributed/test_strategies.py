@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
-from matrixtitan.plan.cost import Strategy, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import Strategy, strategy_bytes, unit_sizes
 from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
