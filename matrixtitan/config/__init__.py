@@ -37,7 +37,7 @@ from matrixtitan.config.schema import (
     TrainingConfig,
     ValidationConfig,
 )
-from matrixtitan.config.show import help_text, option_tables, tables, to_toml
+from matrixtitan.config.show import help_text, markdown, option_tables, tables, to_toml
 
 __all__ = [
     "CONFIG_FOLDER",
@@ -67,6 +67,7 @@ __all__ = [
     "find_config",
     "help_text",
     "load_config",
+    "markdown",
     "missing_tokenizer",
     "option_tables",
     "split_arguments",

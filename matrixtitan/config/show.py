@@ -107,3 +107,44 @@ def type_name(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "table"
     return {str: "text", int: "whole number", float: "number", bool: "true or false"}[hint]
+
+
+def markdown() -> str:
+    """docs/configuration.md: every table and key."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a config file. This page is generated from the code:",
+        "`python -m matrixtitan.config > docs/configuration.md`.",
+        "",
+        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any key can",
+        "be overridden on the command line: `--section.key value`. Text keys take the text as it is; other",
+        "values are TOML:",
+        "",
+        "```",
+        './run_train.sh --config debug --optimizer.tail_betas "[0.9, 0.98]"',
+        "```",
+        "",
+        "- An unknown key, a wrong type, a value out of range, or an impossible combination is refused",
+        "  before any process starts.",
+        "- A key that was changed and has no effect is refused too. The column *acts with* says what it",
+        "  needs. The keys of a section that has an `enable` key wait for that switch.",
+        "- `--print-config` prints what a command line comes to. `--help` prints this page as text.",
+        "- The resolved config is saved as `config.toml` in the run's folder.",
+        "",
+    ]
+    for name, cls in option_tables().items():
+        lines += [f"## [{name}]", "", "| key | type | default | meaning | acts with |"]
+        lines += ["|---|---|---|---|---|", *_markdown_rows(cls), ""]
+    return "\n".join(lines)
+
+
+def _markdown_rows(cls: type[Options]) -> Iterator[str]:
+    for option in dataclasses.fields(cls):
+        if "doc" not in option.metadata:
+            continue
+        bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
+        kind = f"{type_name(hints_of(cls)[option.name])}{bounds}".replace("|", " or ")
+        default = "none" if option.default is None else f"`{_toml_value(option.default)}`"
+        doc, needs = option.metadata["doc"], option.metadata["needs"] or ""
+        yield f"| `{option.name}` | {kind} | {default} | {doc} | {needs} |"

@@ -19,6 +19,7 @@ from matrixtitan.config import (
     config_from_dict,
     help_text,
     load_config,
+    markdown,
     option_tables,
     tables,
     to_toml,
@@ -311,3 +312,8 @@ def _without_nulls(saved: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         section: {key: value for key, value in table.items() if value is not None}
         for section, table in saved.items()
     }
+
+
+def test_the_page_on_configuration_is_what_the_schema_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text() == markdown(), "run: python -m matrixtitan.config > " + str(page)
