@@ -20,6 +20,7 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.activation_checkpoint"},
     {"matrixtitan.strategies"},
     {"matrixtitan.parallelize"},
+    {"matrixtitan.assemble"},
     {"matrixtitan.metrics", "matrixtitan.profiler"},
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
