@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.log import get_logger
@@ -62,8 +63,8 @@ class DryRun(DataParallel):
     def report(self, optimizers: Optimizers) -> str:
         """The bytes that this rank keeps, measured on its tensors (AdamW's step counters, 4 bytes a tensor, apart),
         and the bytes that the plan says."""
-        weights = sum(param.tensor.nbytes for param in self.stepped_parameters())
-        state = sum(s.tensor.nbytes for s in optimizers.state_tensors() if s.tensor.ndim)
+        weights = sum(_nbytes_here(param.tensor) for param in self.local_parameters())
+        state = sum(_nbytes_here(s.tensor) for s in optimizers.state_tensors() if s.tensor.ndim)
         report = (
             f"dry run: rank {dist.get_rank()} of {dist.get_world_size()} keeps {weights:,} bytes of weights, "
             f"as many of gradients, {state:,} of optimizer state"
@@ -74,3 +75,8 @@ class DryRun(DataParallel):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _nbytes_here(tensor: Tensor) -> int:
+    """Of this rank's part, where a DTensor's own `nbytes` is that of the whole."""
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes

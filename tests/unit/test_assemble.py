@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from matrixtitan import parallelize
-from matrixtitan.assemble import assemble
+from matrixtitan.assemble import Assembled, assemble
 from matrixtitan.config import Config, OptimizerConfig, config_from_dict
-from matrixtitan.mesh import World
+from matrixtitan.mesh import World, init_world
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.strategies.base import InitRows
 from matrixtitan.strategies.ddp import DDP
@@ -56,13 +55,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     return built
 
 
-def assemble_here(**parallelism: Any) -> Any:
-    config = config_from_dict(
-        {"model": {"flavor": "netlab"}, "training": {"seq_len": 16}}, "a test"
-    )
-    section = dataclasses.replace(config.parallelism, strategy="ddp", **parallelism)
+def config_for(strategy: str, **parallelism: Any) -> Config:
+    config = config_from_dict({"model": {"flavor": "netlab"}, "training": {"seq_len": 16}}, "test")
+    section = dataclasses.replace(config.parallelism, strategy=strategy, **parallelism)
+    return dataclasses.replace(config, parallelism=section)
+
+
+def assemble_here() -> Assembled:
     world = World(0, 1, 0, CPU, mesh=None, owns_group=False)  # type: ignore[arg-type]  # one rank has no mesh
-    return assemble(dataclasses.replace(config, parallelism=section), 300, world)
+    return assemble(config_for("ddp"), 300, world)
 
 
 @pytest.mark.parametrize("where", ["materialize", "build_optimizers"])
@@ -87,21 +88,26 @@ def test_what_is_assembled_trains(watched: list[Watched]) -> None:
     assert strategy.report(optimizers) is None
 
 
-def test_a_dry_run_steps_on_zeros_and_closes_what_it_wraps(
-    watched: list[Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    _, strategy, optimizers = assemble_here(dry_run_world_size=8, dry_run_rank=3)
-    assert isinstance(strategy, DryRun)
-    tokens = torch.arange(32).view(2, 16)
-    strategy.model(tokens, tokens).backward()
-    assert strategy.clip_grad_norm_(1.0).item() == 0
-    gradients = [param.tensor.grad for param in strategy.stepped_parameters()]
-    assert all(gradient is not None and not gradient.any() for gradient in gradients)
-    weights = sum(param.tensor.nbytes for param in strategy.local_parameters())
-    report = strategy.report(optimizers)
-    assert report.startswith(f"dry run: rank 3 of 8 keeps {weights:,} bytes of weights")
-    assert "planned" not in report, "ddp has no plan"
-    strategy.close()
-    assert watched[0].closed == 1
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("zero1_owner", 1), ("fsdp2", 4)])
+def test_a_dry_run_steps_on_zeros_and_counts_what_its_rank_keeps(strategy: str, share: int) -> None:
+    config = config_for(strategy, dry_run_world_size=4, dry_run_rank=3)
+    with init_world(config) as world:
+        model, dry_run, optimizers = assemble(config, 300, world)
+        assert isinstance(dry_run, DryRun)
+        tokens = torch.arange(32).view(2, 16)
+        dry_run.model(tokens, tokens).backward()
+        assert dry_run.clip_grad_norm_(1.0).item() == 0
+        for param in dry_run.stepped_parameters():
+            assert param.tensor.grad is not None and not param.tensor.grad.any()
+        dry_run.step(optimizers)
+        weights = 4 * model.num_parameters // share
+        report = dry_run.report(optimizers)
+        assert report.startswith(f"dry run: rank 3 of 4 keeps {weights:,} bytes of weights, as")
+        assert "planned" not in report, "these strategies have no plan"
+
+
+def test_a_dry_run_closes_what_it_wraps(watched: list[Watched]) -> None:
+    config = config_for("ddp", dry_run_world_size=4)
+    with init_world(config) as world:
+        assemble(config, 300, world).strategy.close()
+    assert [strategy.closed for strategy in watched] == [1]
