@@ -282,7 +282,9 @@ class CommConfig:
 @dataclass(frozen=True)
 class MetricsConfig:
     log_freq: int = key(10, "steps between log lines")
-    enable_tensorboard: bool = key(True, "write TensorBoard events")
+    enable_tensorboard: bool = key(
+        True, "write TensorBoard events; metrics.jsonl in job.dump_folder is always written"
+    )
     save_tb_folder: str = key("tb", "inside job.dump_folder")
     peak_flops: float = key(
         0.0, "dense bfloat16 FLOP/s of one device, for MFU; 0: from a table, where known"

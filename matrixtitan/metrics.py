@@ -1,4 +1,4 @@
-"""What a run reports about itself: the log line, TensorBoard's curves, the progress bar.
+"""What a run reports about itself: the log line, the curves in metrics.jsonl and TensorBoard, the progress bar.
 
 Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step` at the same steps
 (one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides anything about training. Next file:
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from matrixtitan.config import MetricsConfig
+from matrixtitan.curves import FILE_NAME, CurveWriter
 from matrixtitan.log import get_logger
 
 logger = get_logger()
@@ -151,7 +152,7 @@ class StepReport:
     skipped_steps: int = 0
 
     def scalars(self) -> dict[str, float]:
-        """The curves of TensorBoard under their fixed names."""
+        """The curves' new points under their fixed names."""
         curves = {
             "loss/train": self.loss,
             "grad_norm": self.grad_norm,
@@ -233,9 +234,9 @@ class ProgressBar:
 class Metrics:
     """Times the phases and writes the reports.
 
-    `flops_per_token` are those of forward and backward. `start_step` is the number of steps already done: a resumed
-    run appends to the same TensorBoard folder, and what an earlier run wrote beyond that step is discarded.
-    `total_steps` is for display.
+    `flops_per_token` are those of forward and backward. `total_steps` is for display. `start_step` is the number of
+    steps already done: a resumed run appends to metrics.jsonl and the TensorBoard folder, and what an earlier run wrote
+    beyond that step is void. metrics.jsonl is always written, TensorBoard's events if the config says so.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class Metrics:
                 "MFU is left out: no peak FLOP/s known for %r; metrics.peak_flops sets it",
                 device_name,
             )
+        self._curves = CurveWriter(dump_folder / FILE_NAME, start_step) if rank == 0 else None
         self._writer: SummaryWriter | None = None
         if config.enable_tensorboard and rank == 0:
             folder = dump_folder / config.save_tb_folder
@@ -350,6 +352,8 @@ class Metrics:
 
     def close(self) -> None:
         self._bar.clear()
+        if self._curves:
+            self._curves.close()
         if self._writer:
             self._writer.close()
 
@@ -362,10 +366,13 @@ class Metrics:
         return table
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        # both flush, so that a killed run loses no logged step
+        if self._curves:
+            self._curves.write(step, scalars)
         if self._writer:
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # a killed run loses no logged step
+            self._writer.flush()
 
     def _say(self, line: str) -> None:
         self._bar.clear()

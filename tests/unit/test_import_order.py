@@ -21,7 +21,7 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.strategies"},
     {"matrixtitan.parallelize"},
     {"matrixtitan.assemble"},
-    {"matrixtitan.metrics", "matrixtitan.profiler"},
+    {"matrixtitan.curves", "matrixtitan.metrics", "matrixtitan.profiler"},
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
@@ -33,7 +33,7 @@ EXTRA_RULES = {  # prefix -> the only project modules that it may import besides
 }
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
 """What the trainer needs of optim; the rest, the optimizers, can be lifted out."""
-PURE = ["matrixtitan.plan", "matrixtitan.config"]  # must not import torch
+PURE = ["matrixtitan.plan", "matrixtitan.config", "matrixtitan.curves"]  # must not import torch
 
 
 def module_name(path: Path) -> str:

@@ -11,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from matrixtitan.config import MetricsConfig
+from matrixtitan.curves import read_curves
 from matrixtitan.metrics import (
     PEAK_FLOPS,
     Metrics,
@@ -161,9 +162,9 @@ def test_progress_bar_is_silent_where_there_is_no_terminal(tmp_path: Path) -> No
         assert stream.read() == ""
 
 
-def metrics(folder: Path, start_step: int, rank: int = 0) -> Metrics:
+def metrics(folder: Path, start_step: int, rank: int = 0, **config: bool) -> Metrics:
     return Metrics(
-        MetricsConfig(),
+        MetricsConfig(**config),
         folder,
         device=CPU,
         rank=rank,
@@ -189,6 +190,15 @@ def test_a_resumed_run_continues_the_curves_and_drops_what_was_lost(tmp_path: Pa
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("loss/validation")]
     assert found == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert read_curves(tmp_path / "metrics.jsonl") == {"loss/validation": found}
+
+
+def test_curves_are_written_without_tensorboard(tmp_path: Path) -> None:
+    alone = metrics(tmp_path, start_step=0, enable_tensorboard=False)
+    alone.log_validation(1, loss=1.0, tokens=8)
+    assert read_curves(tmp_path / "metrics.jsonl") == {"loss/validation": [(1, 1.0)]}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    alone.close()
 
 
 def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
