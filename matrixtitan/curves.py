@@ -25,7 +25,7 @@ Curve = list[tuple[int, float]]
 
 
 class CurveWriter:
-    """Appends to the file; each line is complete on disk, or in the system's hands, when its call returns."""
+    """Appends to the file and flushes each line."""
 
     def __init__(self, path: Path, start_step: int) -> None:
         if path.exists():

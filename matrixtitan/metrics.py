@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,13 @@ from torch.utils.tensorboard import SummaryWriter
 from matrixtitan.config import MetricsConfig
 from matrixtitan.curves import FILE_NAME, CurveWriter
 from matrixtitan.log import get_logger
+from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
 
-PHASES = ("data", "forward_backward", "optimizer")
-"""The phases of a step that are reported; data waits on the host, the other two run on the device."""
+DEVICE_PHASES = ("forward_backward", "optimizer")
+PHASES = ("data", *DEVICE_PHASES)
+"""The phases of a step that are reported; data waits on the host, the others run on the device."""
 
 GIB = 2**30
 
@@ -71,14 +72,12 @@ def peak_flops(device_name: str) -> float | None:
 class PhaseTimer:
     """Adds up the time of named phases until `take`.
 
-    Phases in `device_phases` are timed on the device where it is CUDA: a pair of events around the phase's kernels,
-    read only at `take`, so that no step waits for the device.
+    DEVICE_PHASES are timed on the device where it is CUDA: a pair of events around the phase's kernels, read only at
+    `take`, so that no step waits for the device.
     """
 
-    def __init__(
-        self, device: torch.device, device_phases: Sequence[str] = ("forward_backward", "optimizer")
-    ) -> None:
-        self._cuda_phases = frozenset(device_phases) if device.type == "cuda" else frozenset[str]()
+    def __init__(self, device: torch.device) -> None:
+        self._cuda_phases = DEVICE_PHASES if device.type == "cuda" else ()
         self._host_seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -199,38 +198,6 @@ def memory_text(memory: Mapping[str, float]) -> str:
     return f"memory {active:.2f} GiB active, {reserved:.2f} GiB reserved, {retries} retries"
 
 
-class ProgressBar:
-    """One line redrawn in place on a terminal; silent where the stream is not one (`enabled` overrides)."""
-
-    WIDTH = 28
-
-    def __init__(
-        self, total: int, stream: TextIO = sys.stderr, enabled: bool | None = None
-    ) -> None:
-        self._total = total
-        self._stream = stream
-        self._enabled = stream.isatty() if enabled is None else enabled
-        self._drawn = False
-
-    def update(self, done: int, text: str = "") -> None:
-        if not self._enabled:
-            return
-        filled = self.WIDTH * done // max(self._total, 1)
-        bar = "#" * filled + "-" * (self.WIDTH - filled)
-        self._stream.write(
-            f"\r\x1b[K[{bar}] {done}/{self._total} {text}"
-        )  # \x1b[K: erase what was longer
-        self._stream.flush()
-        self._drawn = True
-
-    def clear(self) -> None:
-        """Call before writing other lines."""
-        if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._drawn = False
-
-
 class Metrics:
     """Times the phases and writes the reports.
 
@@ -270,7 +237,7 @@ class Metrics:
             folder = dump_folder / config.save_tb_folder
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
             logger.info("TensorBoard: tensorboard --logdir %s", folder)
-        self._bar = ProgressBar(total_steps, enabled=None if rank == 0 else False)
+        self._bar = ProgressBar()
         self._bar_text = ""
         self._logged_step = start_step
         self._window_start = time.perf_counter()
@@ -281,7 +248,9 @@ class Metrics:
 
     def progress(self, step: int) -> None:
         """Redraw the progress bar after `step`."""
-        self._bar.update(step, self._bar_text)
+        if self._rank == 0:
+            text = f"{step}/{self._total_steps} {self._bar_text}"
+            self._bar.update(text, step / self._total_steps)
 
     def log_step(
         self,

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
-    {"matrixtitan.config", "matrixtitan.log"},
+    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
     {"models"},
