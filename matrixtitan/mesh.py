@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,14 @@ class World:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in except_for:
                 set_timeout(timedelta(seconds=seconds), group)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's `mine`, by rank. In a dry run no other rank exists, and this rank's stands for all."""
+        if dist.get_backend() == "fake":
+            return [mine] * self.size
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
 
     def __enter__(self) -> World:
         return self

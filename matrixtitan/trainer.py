@@ -2,7 +2,7 @@
 
 `Trainer.__init__` reads as the list of parts and `Trainer.train` as the phases of a step: data, forward and backward,
 optimizer, log, validate, save. Owns the order of things and the train state (step, window, tokens); every part's own
-logic is in its own file. Next file: `parallelize.py`.
+logic is in its own file. Next file: `assemble.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from matrixtitan.assemble import assemble
 from matrixtitan.checkpoint import Checkpointer, TrainState
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.config import Config, to_toml
@@ -36,10 +37,7 @@ from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
 from matrixtitan.metrics import Metrics, memory_figures, memory_text
 from matrixtitan.optim.lr_schedule import LRSchedule
-from matrixtitan.parallelize import dtype_of, parallelize, plan_settings
-from matrixtitan.plan.cost import rank_bytes
 from matrixtitan.profiler import Profiler
-from models import build_model
 from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
@@ -95,30 +93,22 @@ class Trainer:
         data_stream = stream_fingerprint(config, self.tokenizer, sources)
         self._agree_on(data_stream)
 
-        # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
-        with torch.device("meta"):
-            self.model = build_model(
-                config.model.name,
-                config.model.flavor,
-                vocab_size=self.tokenizer.n_words,
-                max_seq_len=training.seq_len,
-                tie_embeddings=config.model.tie_embeddings,
-            ).to(dtype_of(training.dtype))
-        self.strategy, self.plan, close = parallelize(
-            self.model, config, self.world.mesh, self.device
+        # Model, made data-parallel, with this rank's part of the weights; optimizers and schedule
+        self.model, self.strategy, self.optimizers = assemble(
+            config, self.tokenizer.n_words, self.world
         )
-        self._closing.callback(close)
-        self.strategy.materialize(self._init_rows)
-        self.model.init_buffers(self.device)
-
-        # Optimizers and schedule
-        self.optimizers = self.strategy.build_optimizers(config.optimizer)
+        self._closing.callback(self.strategy.close)
         self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
         # Where to start from, and the data from there on
         self.checkpointer = self._closing.enter_context(
             Checkpointer(
-                config.checkpoint, config, self.strategy, self.optimizers, self.plan, data_stream
+                config.checkpoint,
+                config,
+                self.strategy,
+                self.optimizers,
+                self.strategy.plan,
+                data_stream,
             )
         )
         self.state = self.checkpointer.load() or TrainState()
@@ -144,9 +134,6 @@ class Trainer:
         self._closing.callback(self.metrics.close)
         self._describe_run()
 
-    def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
-        self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
-
     def _make_dump_folder(self) -> None:
         if self.world.rank == 0:
             try:
@@ -156,10 +143,7 @@ class Trainer:
 
     def _agree_on(self, data_stream: dict[str, Any]) -> None:
         """ValueError if ranks read other text: a stale copy on one machine would train without a word."""
-        if self.config.parallelism.dry_run_world_size:
-            return
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, data_stream)
+        everyone = self.world.gather_objects(data_stream)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if others:
             changes = "; ".join(changed_keys(everyone[0], everyone[others[0]]))
@@ -178,15 +162,10 @@ class Trainer:
         config = to_toml(self.config)
         (self.dump_folder / "config.toml").write_text(config)
         self.metrics.log_text("config", config)
-        if self.plan is not None:
-            plan = json.dumps(self.plan.to_json(), indent=1)
+        if self.strategy.plan is not None:
+            plan = json.dumps(self.strategy.plan.to_json(), indent=1)
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_text("plan", plan)
-        if self.config.parallelism.dry_run_world_size:
-            logger.info(
-                "dry run: memory and the time to compute are those of rank %d; losses mean nothing",
-                self.world.rank,
-            )
         logger.info(
             "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
             self.config.model.name,
@@ -241,8 +220,8 @@ class Trainer:
                     )
                 if training.gc_freq and step % training.gc_freq == 0:
                     gc.collect()
-        if self.config.parallelism.dry_run_world_size:
-            self._report_dry_run()
+        if report := self.strategy.report(self.optimizers):
+            logger.info("%s; %s", report, memory_text(memory_figures(self.device)))
 
     def _forward_backward(self) -> Tensor:
         """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
@@ -264,8 +243,6 @@ class Trainer:
         """Clip and step the optimizers; return the gradient norm. A norm that is not finite changes no weight."""
         with self.metrics.timer.phase("optimizer"):
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
-            if self.config.parallelism.dry_run_world_size:
-                grad_norm = self._zero_gradients()
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
                 self.strategy.step(self.optimizers)
@@ -274,35 +251,6 @@ class Trainer:
                 self._on_nonfinite(step, loss, grad_norm)
             self.strategy.model.zero_grad(set_to_none=True)
         return grad_norm
-
-    def _report_dry_run(self) -> None:
-        """What the rank that was run keeps for good, measured on its tensors (AdamW's step counters, 4 bytes a
-        tensor, apart), and the plan's word for it."""
-        params = [param.tensor for param in self.strategy.stepped_parameters()]
-        state = [state.tensor for state in self.optimizers.state_tensors() if state.tensor.ndim]
-        kept = sum(tensor.nbytes for tensor in params), sum(tensor.nbytes for tensor in state)
-        planned = ""
-        if self.plan is not None:
-            resident = rank_bytes(self.plan, plan_settings(self.config))[
-                self.world.mesh["dp_shard"].get_local_rank()
-            ]
-            planned = f"; planned in all: {resident.total:,} bytes"
-        logger.info(
-            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; %s",
-            self.world.rank,
-            self.world.size,
-            f"{kept[0]:,}",
-            f"{kept[1]:,}",
-            planned,
-            memory_text(memory_figures(self.device)),
-        )
-
-    def _zero_gradients(self) -> float:
-        """In a dry run no other rank sends anything, so values mean nothing; zeros keep every optimizer going."""
-        for param in self.strategy.stepped_parameters():
-            if param.tensor.grad is not None:
-                param.tensor.grad.zero_()
-        return 0.0
 
     def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """All ranks are here together: find out where it began, then stop or skip."""

@@ -165,8 +165,7 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
         rate = torch.tensor(matmul_flops(world.device), dtype=torch.float64, device=world.device)
         dist.all_reduce(rate)
         mine = {contender.name: contender.finish() for contender in contenders}
-        ranks: list[Any] = [None] * world.size
-        dist.all_gather_object(ranks, mine)
+        ranks = world.gather_objects(mine)
         if world.rank == 0:
             report = describe(config, world, corpus, model, command)
             report["matmul_flops_per_rank"] = rate.item() / world.size

@@ -381,7 +381,9 @@ class CommConfig(Options):
 @dataclass(frozen=True)
 class MetricsConfig(Options):
     log_freq: int = key(10, "steps between log lines", low=1)
-    enable_tensorboard: bool = key(True, "write TensorBoard events")
+    enable_tensorboard: bool = key(
+        True, "write TensorBoard events; metrics.jsonl in job.dump_folder is always written"
+    )
     save_tb_folder: str = key("tb", "folder inside job.dump_folder")
     peak_flops: float = key(
         0.0,

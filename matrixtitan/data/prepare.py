@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from matrixtitan.data.sources import (
 )
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
+from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
 
@@ -336,47 +336,26 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
 
 
 class _Progress:
-    """A line on standard error: a bar in a terminal, else a line now and then.
-    Short work shows nothing."""
-
-    _WIDTH = 30
+    """How far the work on a source is: bytes, with a bar where their sum is known, and tokens."""
 
     def __init__(self, label: str, files: Sequence[Path]) -> None:
         self._label = label
-        self._terminal = sys.stderr.isatty()
-        self._interval = 0.2 if self._terminal else 15.0
         plain = all(file.suffix != ".gz" for file in files)
         self._total = (
             sum(file.stat().st_size for file in files) if plain else None
         )  # unknown before unpacking
         self._done = 0
-        self._started = self._shown = time.monotonic()
-        self._drawn = False
+        self._started = time.monotonic()
+        self._bar = ProgressBar(line_seconds=15.0)
 
     def advance(self, num_bytes: int, num_tokens: int) -> None:
         self._done += num_bytes
-        now = time.monotonic()
-        if now - self._shown < self._interval:
-            return
-        self._shown = now
-        rate = self._done / (now - self._started)
-        line = f"tokenising {self._label} {self._bar()}{self._done / 1e6:,.0f} MB, "
-        line += f"{num_tokens:,} tokens, {rate / 1e6:.1f} MB/s"
-        print(
-            f"\r{line}\x1b[K" if self._terminal else line,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
+        rate = self._done / (time.monotonic() - self._started)
+        self._bar.update(
+            f"tokenising {self._label}: {self._done / 1e6:,.0f} MB, {num_tokens:,} tokens, "
+            f"{rate / 1e6:.1f} MB/s",
+            self._done / self._total if self._total else None,
         )
-        self._drawn = True
-
-    def _bar(self) -> str:
-        if not self._total:
-            return ""
-        share = min(1.0, self._done / self._total)
-        filled = round(share * self._WIDTH)
-        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}] {share:4.0%}, "
 
     def close(self) -> None:
-        if self._drawn and self._terminal:
-            print(file=sys.stderr)
+        self._bar.clear()

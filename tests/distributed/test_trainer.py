@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
+from matrixtitan.curves import read_curves
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
 
@@ -226,6 +227,11 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert {"config/text_summary", "plan/text_summary"} <= set(events.Tags()["tensors"])
+    written = read_curves(tmp_path / "metrics.jsonl")
+    assert written.keys() == set(events.Tags()["scalars"])
+    for tag, curve in written.items():
+        in_events = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert curve == [(step, pytest.approx(value)) for step, value in in_events]  # float32 there
     tokens_per_second = events.Scalars("throughput/tokens_per_second")[0].value
     assert (
         0 < events.Scalars("throughput/mfu")[0].value < tokens_per_second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from matrixtitan.config import Config, config_from_dict
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.parallelize import parallelize
 from matrixtitan.rules import MuonRule
-from matrixtitan.strategies.base import DataParallel
 from models.llama import Llama, LlamaFlavor
 
 SEQUENCES, SEQ_LEN, VOCAB = 24, 8, 50
@@ -78,10 +76,9 @@ class Run:
         )
         with torch.device("meta"):
             self.model = Llama(FLAVOR, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=tied)
-        built = parallelize(self.model, config, mesh, self.device)
         self.config = config
-        self.strategy: DataParallel = built.strategy
-        self.close: Callable[[], None] = built.close
+        self.strategy = parallelize(self.model, config, mesh, self.device)
+        self.close = self.strategy.close
         self.strategy.materialize(self.init_rows)
         self.model.init_buffers(self.device)
         self.optimizers: Optimizers = self.strategy.build_optimizers(config.optimizer)

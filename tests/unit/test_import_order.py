@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.plan", "matrixtitan.options"},
     {"matrixtitan.rules"},
-    {"matrixtitan.config", "matrixtitan.log"},
+    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
     {"models"},
@@ -22,7 +22,8 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.strategies"},
     {"matrixtitan.predict"},
     {"matrixtitan.parallelize"},
-    {"matrixtitan.metrics", "matrixtitan.profiler"},
+    {"matrixtitan.assemble"},
+    {"matrixtitan.curves", "matrixtitan.metrics", "matrixtitan.profiler"},
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
@@ -37,7 +38,7 @@ EXTRA_RULES = {  # prefix -> the only project modules that it may import besides
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
 """What the trainer needs of optim; the rest, the optimizers, can be lifted out."""
 PURE = [
-    f"matrixtitan.{name}" for name in ("plan", "options", "rules", "predict", "config")
+    f"matrixtitan.{name}" for name in ("plan", "options", "rules", "predict", "config", "curves")
 ]  # must not import torch
 
 
