@@ -68,6 +68,11 @@ class ModelConfig:
         "",
         "tiktoken rank file, or a folder with a tokenizer.model (Llama 3's); empty: the embedded",
     )
+    tokenizer_pattern: Literal["", "llama3", "gpt2", "o200k", "qwen2"] = key(
+        "",
+        "how a rank file of no known family splits text into words; BOS and EOS then come after its last rank; "
+        "empty: as the file's family, or the mark of tools/train_tokenizer.py beside it, has it",
+    )
     tie_embeddings: bool | None = key(
         None, "one matrix for embedding and output; none: as the flavor has it"
     )
@@ -770,7 +775,7 @@ def type_name(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(option) for option in arguments)
     if origin is Literal:
-        return "|".join(str(option) for option in arguments)
+        return "|".join(str(option) or '""' for option in arguments)
     if origin is tuple:
         return f"list of {type_name(arguments[0])}"
     if hint is type(None):

@@ -43,7 +43,7 @@ from matrixtitan.checkpoint.metadata import METADATA_FILE
 from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, find_checkpoint
 from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
-from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
 from models import MODELS
 from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_hf_config
 from models.layers import RopeScaling
@@ -66,6 +66,7 @@ class LlamaModel:
     max_seq_len: int
     tie_embeddings: bool
     tokenizer_path: str | None = None
+    tokenizer_pattern: str = ""
     special_ids: Mapping[str, Any] | None = None  # bos_token_id and eos_token_id, from Hugging Face
 
     def build(self) -> Llama:
@@ -95,6 +96,7 @@ class LlamaModel:
             "shape": dataclasses.asdict(self.flavor),
             "tie_embeddings": self.tie_embeddings,
             "tokenizer_path": self.tokenizer_path,
+            "tokenizer_pattern": self.tokenizer_pattern,
             "special_ids": self.special_ids,
         }
         return {"model": model, "training": {"seq_len": self.max_seq_len}}
@@ -121,10 +123,16 @@ class Weights:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_weights(path: Path, step: int | None = None, tokenizer: str | None = None) -> Weights:
+def open_weights(
+    path: Path,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    tokenizer_pattern: str | None = None,
+) -> Weights:
     """The weights at `path`, whatever their format; `step` chooses one of our checkpoints in a folder of them.
 
-    `tokenizer` overrides what is recorded. ValueError or CheckpointError, naming the file and what is wrong with it.
+    `tokenizer` and its pattern override what is recorded. ValueError or CheckpointError, naming the file and what is
+    wrong with it.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -137,9 +145,15 @@ def open_weights(path: Path, step: int | None = None, tokenizer: str | None = No
         weights = _open_huggingface(path)
     else:
         weights = _open_matrixtitan(path, step)
-    if tokenizer is None:
-        return weights
-    model = dataclasses.replace(weights.model, tokenizer_path=tokenizer)
+    model = weights.model
+    if tokenizer is not None:
+        model = dataclasses.replace(model, tokenizer_path=tokenizer, tokenizer_pattern="")
+    if tokenizer_pattern is not None:
+        if model.tokenizer_path is None:
+            raise ValueError(
+                f"--tokenizer-pattern {tokenizer_pattern}: of which file? Give it with --tokenizer"
+            )
+        model = dataclasses.replace(model, tokenizer_pattern=tokenizer_pattern)
     return dataclasses.replace(weights, model=model)
 
 
@@ -209,6 +223,7 @@ def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> Lla
             max_seq_len=config["training"]["seq_len"],
             tie_embeddings="head.output.weight" not in shapes,
             tokenizer_path=section["tokenizer_path"],
+            tokenizer_pattern=section.get("tokenizer_pattern", ""),
             special_ids=section.get("special_ids"),
         )
     except (KeyError, TypeError) as error:
@@ -427,11 +442,11 @@ def _tokenizer_of(model: LlamaModel) -> Tokenizer | None:
     if model.tokenizer_path is None:
         return None
     try:
-        tokenizer = load_tokenizer(model.tokenizer_path)
+        tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_pattern)
         check_vocab(tokenizer, model.vocab_size)
     except ValueError as error:
         raise ValueError(
-            f"the model's tokenizer is not there; give its rank file with --tokenizer. {error}"
+            f"the model's tokenizer cannot be read; give its rank file with --tokenizer. {error}"
         ) from error
     return tokenizer
 
@@ -491,7 +506,9 @@ def _write_safetensors(path: Path, weights: Weights, shapes: Mapping[str, torch.
 
 def convert(options: argparse.Namespace) -> str:
     """What was written, in a line or two. ValueError or CheckpointError for what cannot be converted."""
-    weights = open_weights(options.input, options.step, options.tokenizer)
+    weights = open_weights(
+        options.input, options.step, options.tokenizer, options.tokenizer_pattern
+    )
     if options.dtype:
         weights = weights.cast(DTYPES[options.dtype])
     if options.to == "huggingface":
@@ -527,6 +544,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="which of our checkpoints (default: the newest)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="round to this (default: as stored)")
     parser.add_argument("--tokenizer", help="rank file, where the input's record is missing or old")
+    parser.add_argument(
+        "--tokenizer-pattern",
+        choices=tuple(PATTERNS),
+        help="as model.tokenizer_pattern, for a rank file of no known family",
+    )
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default 5)"
     )

@@ -38,6 +38,7 @@ from tests.lib.distributed import run_distributed
 from tools.convert_checkpoint import (
     LlamaModel,
     Weights,
+    _model_of,
     main,
     open_weights,
     write_huggingface,
@@ -251,6 +252,38 @@ def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
     write_tokenizer(Tokenizer(ranks, family, str(rank_file)), tmp_path, SEQ_LEN)
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert fast("ab<|e|>")["input_ids"] == [300, 97, 98, 301]
+
+
+def test_a_named_tokenizer_pattern_goes_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names has none."""
+    rank_file = tmp_path / "ranks"
+    write_ranks(rank_file, [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
+    write_huggingface(weights_of(UNTIED), tmp_path / "hf")
+    to_ours = [tmp_path / "hf", tmp_path / "ours", "--to", "matrixtitan"]
+    message = fails(capsys, *to_ours, "--tokenizer-pattern", "qwen2")
+    assert "--tokenizer-pattern qwen2: of which file?" in message
+    own = ["--tokenizer", rank_file, "--tokenizer-pattern", "qwen2"]
+    main([str(argument) for argument in (*to_ours, *own)])
+    model = open_weights(tmp_path / "ours").model
+    assert (model.tokenizer_path, model.tokenizer_pattern) == (str(rank_file), "qwen2")
+    old = {**model.to_config()["model"]}
+    del old["tokenizer_pattern"]
+    shapes = {"tok_embeddings.weight": torch.Size([VOCAB, 48])}
+    assert _model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
+        dataclasses.replace(model, max_seq_len=1, tie_embeddings=True, tokenizer_pattern="")
+    )
+
+    wide = dataclasses.replace(model, vocab_size=260, special_ids=None)
+    values = {fqn: torch.zeros(shape) for fqn, shape in Weights(wide, {}, model).shapes.items()}
+    dtypes = dict.fromkeys(values, torch.float32)
+    write_huggingface(Weights(wide, dtypes, values.__getitem__), tmp_path / "out")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert fast("123")["input_ids"] == [258, 49, 50, 51]
+    unmarked = dataclasses.replace(wide, tokenizer_pattern="")
+    with pytest.raises(ValueError, match=r"cannot be read.*nothing says how it splits text"):
+        write_huggingface(Weights(unmarked, dtypes, values.__getitem__), tmp_path / "none")
 
 
 class FakeStrategy:
