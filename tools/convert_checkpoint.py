@@ -45,7 +45,15 @@ from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
 from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
 from models import MODELS
-from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_hf_config
+from models.hf_llama import (
+    fqn_of,
+    from_hf,
+    from_hf_config,
+    hf_name,
+    is_rotary_buffer,
+    to_hf,
+    to_hf_config,
+)
 from models.layers import RopeScaling
 from models.llama import Llama, LlamaFlavor
 from tools.hf_tokenizer import write_tokenizer
@@ -54,6 +62,7 @@ from tools.in_place import in_place
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+COMPARED_ELEMENTS = 1 << 22  # at a time
 HF_INDEX, HF_SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -247,19 +256,29 @@ def _open_huggingface(folder: Path) -> Weights:
         flavor = from_hf_config(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    files, shapes, dtypes = {}, {}, {}
+    files: dict[str, Path] = {}
+    shapes, dtypes = {}, {}
+    doubled_output = None
     for path in _safetensors_files(folder):
         with _safetensors(path) as stored:
             for name in stored.keys():  # noqa: SIM118  (not a mapping)
-                # Old files list the rotary table; a tied model's output may be stored twice.
-                if name.endswith("rotary_emb.inv_freq") or (
-                    name == "lm_head.weight" and flavor.tie_embeddings
-                ):
+                if is_rotary_buffer(name):
                     continue
-                fqn = fqn_of(name)
+                if name == "lm_head.weight" and flavor.tie_embeddings:
+                    doubled_output = path
+                    continue
+                try:
+                    fqn = fqn_of(name)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from error
+                if fqn in files:
+                    raise ValueError(f"{folder}: {name} is in {files[fqn].name} and in {path.name}")
                 entry = stored.get_slice(name)
                 files[fqn], shapes[fqn] = path, torch.Size(entry.get_shape())
                 dtypes[fqn] = SAFETENSORS_DTYPES.get(entry.get_dtype(), torch.uint8)
+
+    if doubled_output is not None and "tok_embeddings.weight" in files:
+        _check_tied(files["tok_embeddings.weight"], doubled_output)
 
     def read(fqn: str) -> Tensor:
         with _safetensors(files[fqn]) as stored:
@@ -267,12 +286,36 @@ def _open_huggingface(folder: Path) -> Weights:
 
     model = LlamaModel(
         flavor,
-        vocab_size=config.get("vocab_size", 0),
-        max_seq_len=config.get("max_position_embeddings", 2048),
+        vocab_size=config["vocab_size"],
+        max_seq_len=config.get("max_position_embeddings") or 2048,
         tie_embeddings=flavor.tie_embeddings,
         special_ids={key: config.get(key) for key in ("bos_token_id", "eos_token_id")},
     )
     return _checked(Weights(model, dtypes, read), shapes, folder)
+
+
+def _check_tied(embedding_file: Path, output_file: Path) -> None:
+    """ValueError unless the output that a tied model stores a second time is the embedding, to the bit.
+
+    Refused, since transformers disagrees with itself: version 4 drops the output, version 5 uses it, untied.
+    """
+    with _safetensors(embedding_file) as first, _safetensors(output_file) as second:
+        embedding = first.get_slice("model.embed_tokens.weight")
+        output = second.get_slice("lm_head.weight")
+        shape = embedding.get_shape()
+        same = (shape, embedding.get_dtype()) == (output.get_shape(), output.get_dtype())
+        rows = max(1, COMPARED_ELEMENTS // max(1, shape[-1]))
+        for start in range(0, shape[0], rows):
+            pair = (stored[start : start + rows] for stored in (embedding, output))
+            same = same and torch.equal(*(part.view(torch.uint8) for part in pair))
+            if not same:
+                break
+    if not same:
+        raise ValueError(
+            f"{output_file}: config.json says tie_word_embeddings, but lm_head.weight is not the embedding. Set "
+            "tie_word_embeddings to false to keep both (as transformers 5 reads the files), or remove lm_head.weight "
+            "(which transformers 4 ignores)"
+        )
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -285,6 +328,12 @@ def _safetensors_files(folder: Path) -> list[Path]:
                 f"{folder} has no file {name!r}: weights are read from {HF_SINGLE} or the files that {HF_INDEX} "
                 "names, and pytorch_model.bin is not read (save it anew with transformers' save_pretrained)"
             )
+    others = {path.name for path in folder.glob("*.safetensors")} - set(names)
+    if others:
+        raise ValueError(
+            f"{folder} holds {min(others)} ({len(others)} files) beside the model's files, and would not read it: move "
+            "it away if it is no part of the model; merge an adapter into the weights first"
+        )
     return [folder / name for name in names]
 
 
