@@ -88,7 +88,7 @@ class Trainer:
         self.tokens_per_step = training.global_batch_size * training.seq_len
 
         # Data: tokenised here unless it was before; opened once
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.tokenizer_pattern)
         sources = open_sources(config.data, self.tokenizer)
         data_stream = stream_fingerprint(config, self.tokenizer, sources)
         self._agree_on(data_stream)

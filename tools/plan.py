@@ -197,7 +197,10 @@ def _vocabulary(
         path = config_from_dict(tomli.loads(file.read_text()), str(file)).model.tokenizer_path
         if path and not Path(path).expanduser().exists():
             return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
-    return Vocabulary(load_tokenizer(path).n_words, path or "the embedded tokenizer")
+    return Vocabulary(
+        load_tokenizer(path, config.model.tokenizer_pattern).n_words,
+        path or "the embedded tokenizer",
+    )
 
 
 def _gathered_once(model: Llama, reshard_after_forward: str) -> list[str]:

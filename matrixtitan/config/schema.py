@@ -42,6 +42,12 @@ class ModelConfig(Options):
         "a tiktoken rank file, or a folder that contains tokenizer.model; empty: the tokenizer "
         "that ships with matrixtitan",
     )
+    tokenizer_pattern: Literal["", "llama3", "gpt2", "o200k", "qwen2"] = key(
+        "",
+        "how a rank file of no known family splits text into words; BOS and EOS then follow its last "
+        "rank. Empty: the pattern of the file's family, or of the mark that tools/train_tokenizer.py "
+        "wrote beside it",
+    )
     tie_embeddings: bool | None = key(
         None, "one matrix for the embedding and the output head; none: as the flavor has it"
     )

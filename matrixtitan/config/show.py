@@ -99,7 +99,7 @@ def type_name(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(option) for option in arguments)
     if origin is Literal:
-        return "|".join(str(option) for option in arguments)
+        return "|".join(str(option) or '""' for option in arguments)
     if origin is tuple:
         return f"list of {type_name(arguments[0])}"
     if hint is type(None):

@@ -63,7 +63,7 @@ def test_a_tokenizer_is_a_file_or_a_folder_that_holds_one(tmp_path: Path) -> Non
         load(tmp_path, text)
     shutil.copy(EMBEDDED_PATH, folder / "tokenizer.model")
     assert load(tmp_path, text).model.tokenizer_path == str(folder)
-    assert load_tokenizer(str(folder)).path == str(folder / "tokenizer.model")
+    assert load_tokenizer(str(folder), "llama3").path == str(folder / "tokenizer.model")
 
 
 def test_a_path_with_brackets_is_that_path(tmp_path: Path) -> None:

@@ -463,15 +463,16 @@ def test_prepare_data_tool(
     documents = texts(30)
     corpus = write_jsonl(tmp_path / "a.jsonl", documents, field="body")
     argv = ["--type", "jsonl", "--path", str(corpus), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match="no field 'text'"):
+    with pytest.raises(SystemExit, match="--tokenizer-pattern"):  # a rank file without a mark
         tool.main([*argv, "--tokenizer", tokenizer.path])
+    own = ["--tokenizer", tokenizer.path, "--tokenizer-pattern", "llama3"]
+    with pytest.raises(SystemExit, match="no field 'text'"):
+        tool.main([*argv, *own])
     for wrong in (["--threads", "0"], ["--shard-tokens", "-1"], ["--output", "/dev/null/out"]):
         with pytest.raises(SystemExit, match=wrong[0] if wrong[0] != "--output" else "/dev/null"):
-            tool.main([*argv, "--tokenizer", tokenizer.path, *wrong])
+            tool.main([*argv, *own, *wrong])
     assert not list(tmp_path.glob("out*"))
-    tool.main(
-        [*argv, "--tokenizer", tokenizer.path, "--field", "body", "--validation-fraction", "0"]
-    )
+    tool.main([*argv, *own, "--field", "body", "--validation-fraction", "0"])
     assert tokens_of(tmp_path / "out", "train", tokenizer) == packed(documents)
     assert "30 documents" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "counts.json").read_text())["documents"] == [30, 0]
@@ -479,5 +480,5 @@ def test_prepare_data_tool(
         tool.main(argv)
     (tmp_path / "other.writing").mkdir()  # a call under way, or one that was killed
     with pytest.raises(SystemExit, match=r"other\.writing exists already"):
-        tool.main([*argv, "--tokenizer", tokenizer.path, "--output", str(tmp_path / "other")])
+        tool.main([*argv, *own, "--output", str(tmp_path / "other")])
     assert (tmp_path / "other.writing").exists()
