@@ -109,7 +109,11 @@ class TrainingConfig:
     )
     steps: int = key(1000, "optimizer steps in the whole run")
     seq_len: int = key(2048, "tokens in a sequence")
-    local_batch_size: int = key(1, "sequences in one forward pass of one rank")
+    local_batch_size: int = key(
+        1,
+        "sequences in one forward pass of one rank; 0: automatic, for any number of ranks "
+        "(at most 8192 tokens, or one sequence)",
+    )
     max_norm: float = key(1.0, "gradients are clipped to this global norm; 0 only measures")
     dtype: Dtype = key("float32", "of stored weights, gradients and optimizer states")
     mixed_precision_param: Dtype = key("bfloat16", "of weights that compute and travel")
@@ -305,7 +309,7 @@ class ValidationConfig:
     freq: int = key(100, "steps between validations")
     steps: int = key(10, "held-out global batches read each time; -1: all held-out data")
     local_batch_size: int | None = key(
-        None, "sequences in one batch of one rank; none: training.local_batch_size"
+        None, "sequences in one batch of one rank; none: as many as in training"
     )
 
 
@@ -313,6 +317,7 @@ class ValidationConfig:
 class DebugConfig:
     seed: int = key(0, "of weights and, unless data.seed says otherwise, of the data's order")
     deterministic: bool = key(False, "deterministic algorithms only (slower on GPUs)")
+    traceback: bool = key(False, "a mistake ends with its traceback, on every rank, for debugging")
 
 
 @dataclass(frozen=True)
@@ -525,7 +530,6 @@ def _problems(config: Config) -> Iterator[str]:
     positive: dict[str, float] = {
         "training.steps": training.steps,
         "training.seq_len": training.seq_len,
-        "training.local_batch_size": training.local_batch_size,
         "training.max_consecutive_skips": training.max_consecutive_skips,
         "optimizer.precondition_frequency": config.optimizer.precondition_frequency,
         "optimizer.max_precond_dim": config.optimizer.max_precond_dim,
@@ -541,6 +545,7 @@ def _problems(config: Config) -> Iterator[str]:
         if value < 1:
             yield f"{name} is {value}; it must be at least 1"
     not_negative: dict[str, float] = {
+        "training.local_batch_size": training.local_batch_size,
         "training.max_norm": training.max_norm,
         "training.gc_freq": training.gc_freq,
         "parallelism.prefetch": parallelism.prefetch,

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
-    {"matrixtitan.config", "matrixtitan.log"},
+    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.mistakes"},
+    {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
     {"models"},
