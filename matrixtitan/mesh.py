@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfig
 from matrixtitan.log import get_logger
+from matrixtitan.ranks import mesh_shape
 
 logger = get_logger()
-
-
-class MeshShape(NamedTuple):
-    replicas: int
-    shards: int
 
 
 @dataclass(frozen=True)
@@ -183,20 +179,6 @@ def _axis_group(ranks: list[int], world_size: int, timeout: timedelta) -> dist.P
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
-    """The two degrees with -1 resolved; ValueError where they do not make up `world_size` ranks."""
-    replicas = parallelism.data_parallel_replicate_degree
-    shards = parallelism.data_parallel_shard_degree
-    if shards == -1:
-        shards = world_size // replicas
-    if replicas * shards != world_size:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
-            f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
-        )
-    return MeshShape(replicas, shards)
 
 
 def _set_cuda_environment(comm: CommConfig) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from matrixtitan.config import Config, to_toml
 from matrixtitan.data.dataloader import (
     build_dataloader,
     build_validation_loader,
-    microbatches,
     open_sources,
     stream_fingerprint,
 )
@@ -36,11 +35,14 @@ from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
 from matrixtitan.metrics import Metrics, memory_figures, memory_text
+from matrixtitan.mistakes import is_mistake
 from matrixtitan.optim.lr_schedule import LRSchedule
 from matrixtitan.profiler import Profiler
+from matrixtitan.ranks import split_batch
 from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
+T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
@@ -81,17 +83,12 @@ class Trainer:
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
-        self._make_dump_folder()
-        self.microbatches = microbatches(
-            training.global_batch_size, training.local_batch_size, self.world.size
-        )
+        self.batch_split = split_batch(training, self.world.size)
+        self._everywhere(self._make_dump_folder)
         self.tokens_per_step = training.global_batch_size * training.seq_len
-
-        # Data: tokenised here unless it was before; opened once
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.tokenizer_pattern)
-        sources = open_sources(config.data, self.tokenizer)
-        data_stream = stream_fingerprint(config, self.tokenizer, sources)
-        self._agree_on(data_stream)
+        self.tokenizer = self._everywhere(
+            lambda: load_tokenizer(config.model.tokenizer_path, config.model.tokenizer_pattern)
+        )
 
         # Model, made data-parallel, with this rank's part of the weights; optimizers and schedule
         self.model, self.strategy, self.optimizers = assemble(
@@ -99,6 +96,11 @@ class Trainer:
         )
         self._closing.callback(self.strategy.close)
         self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
+
+        # Data: tokenised here unless it was before, and only now that the model is known to work
+        sources = self._everywhere(lambda: open_sources(config.data, self.tokenizer))
+        data_stream = stream_fingerprint(config, self.tokenizer, sources)
+        self._agree_on(data_stream)
 
         # Where to start from, and the data from there on
         self.checkpointer = self._closing.enter_context(
@@ -141,6 +143,26 @@ class Trainer:
             except OSError as error:
                 raise ValueError(f"job.dump_folder cannot be made: {error}") from error
 
+    def _everywhere(self, act: Callable[[], T]) -> T:
+        """Collective: what `act` returns here. A mistake that any rank finds in it is raised on all.
+
+        Otherwise the ranks that find none would wait for those that left, and fail in a collective in turn.
+        """
+        mistake: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            if not is_mistake(error):
+                raise
+            mistake = error
+        found = self.world.gather_objects(None if mistake is None else str(mistake))
+        if mistake is not None:
+            raise mistake
+        others = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+        if others:
+            raise ValueError(others[0])
+        return result
+
     def _agree_on(self, data_stream: dict[str, Any]) -> None:
         """ValueError if ranks read other text: a stale copy on one machine would train without a word."""
         everyone = self.world.gather_objects(data_stream)
@@ -167,7 +189,8 @@ class Trainer:
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_text("plan", plan)
         logger.info(
-            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
+            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens and %d rows of "
+            "padding; microbatches a rank: %d of %d",
             self.config.model.name,
             self.config.model.flavor,
             f"{self.model.num_parameters:,}",
@@ -175,7 +198,9 @@ class Trainer:
             self.config.parallelism.strategy,
             self.config.training.global_batch_size,
             self.config.training.seq_len,
-            self.microbatches,
+            self.batch_split.padding_rows,
+            self.batch_split.microbatches,
+            self.batch_split.local_batch_size,
         )
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -226,13 +251,13 @@ class Trainer:
     def _forward_backward(self) -> Tensor:
         """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
         loss_sum = torch.zeros((), device=self.device)
-        for microbatch in range(self.microbatches):
+        for microbatch in range(self.batch_split.microbatches):
             with self.metrics.timer.phase("data"):
                 tokens, labels = next(self.batches)
                 tokens = tokens.to(self.device, non_blocking=True)
                 labels = labels.to(self.device, non_blocking=True)
             with self.metrics.timer.phase("forward_backward"):
-                self.strategy.set_reduce_gradients(microbatch == self.microbatches - 1)
+                self.strategy.set_reduce_gradients(microbatch == self.batch_split.microbatches - 1)
                 loss = self.strategy.model(tokens, labels) / self.tokens_per_step
                 # 1, or nan where the loss is no number: so one rank's bad loss is in every rank's gradient norm
                 loss.backward(gradient=loss.detach() * 0 + 1)

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.mesh import World, init_world
 from matrixtitan.metrics import peak_flops
+from matrixtitan.ranks import split_batch
 from models.llama import Llama
 from tools import bench_report
 from tools.bench_measure import (
@@ -153,9 +154,11 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
     """Measure all strategies together with the other ranks; the first one reports."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with init_world(config) as world:
-        corpus = Corpus(
-            world, config.training.local_batch_size * world.size, config.training.seq_len
+        training = config.training
+        local_batch_size = (
+            training.local_batch_size or split_batch(training, world.size).local_batch_size
         )
+        corpus = Corpus(world, local_batch_size * world.size, training.seq_len)
         contenders = [
             Contender(name, config, world, corpus, options.vocab_size)
             for name in options.strategies

@@ -115,7 +115,12 @@ class TrainingConfig(Options):
     )
     steps: int = key(1000, "optimizer steps in the whole run", low=1)
     seq_len: int = key(2048, "tokens in a sequence", low=1)
-    local_batch_size: int = key(1, "sequences in one forward pass of one rank", low=1)
+    local_batch_size: int = key(
+        1,
+        "sequences in one forward pass of one rank; 0: automatic, which fits any number of ranks (at "
+        "most 8192 tokens, or one sequence)",
+        low=0,
+    )
     max_norm: float = key(
         1.0, "gradients are clipped to this global norm; 0 only measures the norm", low=0
     )
@@ -413,7 +418,7 @@ class ValidationConfig(Options):
     freq: int = key(100, "steps between validations", low=1)
     steps: int = key(10, "held-out global batches read each time; -1: all held-out data")
     local_batch_size: int | None = key(
-        None, "sequences in one batch of one rank; none: training.local_batch_size", low=1
+        None, "sequences in one batch of one rank; none: as many as in training", low=1
     )
 
     def problems(self) -> Iterator[str]:
@@ -428,6 +433,7 @@ class DebugConfig(Options):
         0, "seed of the weights and, unless data.seed says otherwise, of the data's order"
     )
     deterministic: bool = key(False, "deterministic algorithms only (slower on GPUs)")
+    traceback: bool = key(False, "show the traceback of a mistake, on every rank")
 
 
 @dataclass(frozen=True)

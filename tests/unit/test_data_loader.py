@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from matrixtitan.config import Config, DataSource, ValidationConfig
+from matrixtitan.config import Config, DataSource, TrainingConfig, ValidationConfig
 from matrixtitan.data.dataloader import (
     build_dataloader,
     build_validation_loader,
-    microbatches,
     open_sources,
     stream_fingerprint,
 )
 from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from matrixtitan.ranks import split_batch
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
 
 Batch = tuple[Tensor, Tensor]
@@ -82,14 +82,15 @@ def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The windows of each step, in the order of the stream, put together from all ranks."""
-    training = config.training
-    count = microbatches(training.global_batch_size, training.local_batch_size, world_size)
+    """The windows of each step, in the order of the stream, put together from all ranks, without padding."""
+    count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
         for rank in range(world_size)
     ]
-    return [rows(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)]
+    return [
+        labelled(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)
+    ]
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
@@ -150,11 +151,32 @@ def test_global_batches_are_the_same_at_any_world_size(
     assert got == expected
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8, 40])
+@pytest.mark.parametrize("limit", [1, 4, 8192])
+def test_automatic_batches_are_the_same_at_any_world_size(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lower: DataSource,
+    world_size: int,
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can go on."""
+    monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
+    config = data_config(folder, lower, global_batch_size=16)
+    expected = global_batches(config, tokenizer, 1, steps=5)
+    automatic = with_local_batch(config, 0)
+    got = global_batches(automatic, tokenizer, world_size, steps=2)
+    got += global_batches(automatic, tokenizer, 3, steps=3, start_window=2 * 16)
+    assert got == expected
+
+
+@pytest.mark.parametrize("local_batch_size", [0, 2])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_change_nothing(
-    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, local_batch_size: int
 ) -> None:
-    config = data_config(folder, lower, local_batch_size=2)
+    config = data_config(folder, lower, global_batch_size=20, local_batch_size=local_batch_size)
     expected = global_batches(config, tokenizer, 2, steps=5)
     assert global_batches(with_workers(config, num_workers), tokenizer, 2, steps=5) == expected
 
@@ -290,9 +312,30 @@ def test_the_log_tells_how_often_the_data_is_read(
 
 @pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6"), (0, "6")])
 def test_uneven_global_batch_names_the_nearest(global_batch_size: int, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"nearest that can: {nearest};"):
-        microbatches(global_batch_size, local_batch_size=2, dp_world_size=3)
-    assert microbatches(18, 2, 3) == 3
+    training = TrainingConfig(global_batch_size=global_batch_size, local_batch_size=2)
+    with pytest.raises(ValueError, match=f"size to 0, .* or the global batch to {nearest}$"):
+        split_batch(training, 3)
+    assert split_batch(dataclasses.replace(training, global_batch_size=18), 3) == (2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("total", "seq_len", "world_size", "expected"),
+    [
+        (16, 256, 1, (16, 1, 0)),
+        (16, 256, 2, (8, 1, 0)),
+        (16, 256, 3, (6, 1, 2)),
+        (16, 256, 5, (4, 1, 4)),
+        (16, 256, 32, (1, 1, 16)),
+        (48, 1024, 2, (8, 3, 0)),
+        (17, 4096, 4, (2, 3, 7)),
+        (5, 100_000, 2, (1, 3, 1)),  # one sequence is over the limit
+    ],
+)
+def test_automatic_batch_size(
+    total: int, seq_len: int, world_size: int, expected: tuple[int, int, int]
+) -> None:
+    training = TrainingConfig(global_batch_size=total, seq_len=seq_len, local_batch_size=0)
+    assert split_batch(training, world_size) == expected
 
 
 def test_stream_fingerprint_follows_what_orders_the_data(
@@ -331,19 +374,21 @@ def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("local_batch_size", [1, 2])
+@pytest.mark.parametrize("local_batch_size", [None, 1, 2])
 @pytest.mark.parametrize("steps", [1, -1])
 def test_validation_reads_the_same_windows_at_any_world_size(
     folder: Path,
     tokenizer: Tokenizer,
     lower: DataSource,
     world_size: int,
-    local_batch_size: int,
+    local_batch_size: int | None,
     steps: int,
 ) -> None:
-    def loaders(world_size: int, local_batch_size: int) -> list:
+    def loaders(world_size: int, local_batch_size: int | None) -> list:
         validation = ValidationConfig(enable=True, steps=steps, local_batch_size=local_batch_size)
-        config = data_config(folder, lower, global_batch_size=7, validation=validation)
+        config = data_config(
+            folder, lower, global_batch_size=7, local_batch_size=0, validation=validation
+        )
         return [
             validation_batches(config, tokenizer, rank, world_size) for rank in range(world_size)
         ]

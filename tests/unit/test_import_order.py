@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.plan", "matrixtitan.options"},
     {"matrixtitan.rules"},
-    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress"},
+    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress", "matrixtitan.mistakes"},
+    {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
     {"models"},
@@ -38,7 +39,8 @@ EXTRA_RULES = {  # prefix -> the only project modules that it may import besides
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
 """What the trainer needs of optim; the rest, the optimizers, can be lifted out."""
 PURE = [
-    f"matrixtitan.{name}" for name in ("plan", "options", "rules", "predict", "config", "curves")
+    f"matrixtitan.{name}"
+    for name in ("plan", "options", "rules", "predict", "config", "curves", "mistakes", "ranks")
 ]  # must not import torch
 
 

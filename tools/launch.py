@@ -1,0 +1,59 @@
+"""Start the ranks with torchrun: what `run_train.sh` ends in.
+
+    python tools/launch.py TORCHRUN_OPTIONS... train.py [--config NAME] [--section.key value ...]
+
+Checks first all that needs neither torch nor a rank. A mistake that only ranks can see was told by
+one of them (`matrixtitan/mistakes.py`), and torchrun's own report of it is left out here. Any other
+failure is reported as torchrun does.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matrixtitan.config import load_config
+from matrixtitan.mistakes import exit_code
+from matrixtitan.ranks import check_ranks
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv` holds torchrun's command line, with --nnodes and --nproc-per-node as numbers."""
+    script = next(place for place, word in enumerate(argv) if word.endswith("train.py"))
+    try:
+        config = load_config(argv[script + 1 :])
+        check_ranks(config, _number(argv, "--nnodes") * _number(argv, "--nproc-per-node"))
+    except ValueError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    folder = Path(tempfile.mkdtemp(prefix="matrixtitan_"))
+    for handler in logging.getLogger("torch.distributed").handlers:
+        handler.addFilter(lambda record: exit_code(folder) is None)
+    try:
+        torchrun(["--log-dir", str(folder), *argv])
+    except ChildFailedError:
+        code = exit_code(folder)
+        if code is None:
+            raise  # torchrun's report names files in the folder
+    else:
+        code = 0
+    shutil.rmtree(folder)
+    return code
+
+
+def _number(argv: Sequence[str], option: str) -> int:
+    return int(argv[argv.index(option) + 1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
