@@ -21,7 +21,7 @@ from matrixtitan.config.checks import validate
 from matrixtitan.config.errors import ConfigError
 from matrixtitan.config.schema import Config, OptimizerConfig
 from matrixtitan.config.show import help_text, to_toml, type_name
-from matrixtitan.options import hints_of
+from matrixtitan.options import Options, hints_of
 from matrixtitan.rules import RULES
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
@@ -84,22 +84,31 @@ def config_from_dict(data: Mapping[str, Any], where: str) -> Config:
 
 
 def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config saved by an older release, under the names that they have now.
+    """The tables of a config saved by an older release, with the names and keys of today.
 
-    The rules' options stood in [optimizer] itself; keys that are gone are left out.
+    The rules' options stood in [optimizer] itself. Keys that are gone are left out, and keys that
+    came since have their defaults.
     """
     tables = {section: dict(table) for section, table in saved.items()}
     optimizer = tables.get("optimizer", {})
-    name = optimizer.get("name")
-    if name in RULES and name not in optimizer:
-        optimizer[name] = {key: optimizer[key] for key in hints_of(RULES[name]) if key in optimizer}
-    known = {
-        f"{section}.{key}" for section, cls in hints_of(Config).items() for key in hints_of(cls)
-    }
-    known |= {f"optimizer.{rule}" for rule in RULES}
+    rule = RULES.get(optimizer.get("name", ""))
+    if rule is not None:
+        table = optimizer.get(rule.name, optimizer)
+        optimizer[rule.name] = _keys_of(rule(), table)
+    default = Config()
     return {
-        section: {key: value for key, value in table.items() if f"{section}.{key}" in known}
-        for section, table in tables.items()
+        section: _keys_of(getattr(default, section), tables.get(section, {}))
+        | ({rule.name: optimizer[rule.name]} if section == "optimizer" and rule else {})
+        for section in hints_of(Config)
+    }
+
+
+def _keys_of(default: Options, table: Mapping[str, Any]) -> dict[str, Any]:
+    """What `table` has of the keys of `default`, and the default of what it lacks."""
+    return {
+        key: table.get(key, getattr(default, key))
+        for key in hints_of(type(default))
+        if key != "rule"
     }
 
 

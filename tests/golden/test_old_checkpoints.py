@@ -43,7 +43,11 @@ def resumed_losses(folder: Path, name: str) -> list[float]:
     LLAMA3_FLAVORS["tiny"] = LlamaFlavor(16, 2, 2, 1, 32)
     config = Config(
         job=JobConfig(dump_folder=str(folder)),
-        model=ModelConfig(flavor="tiny", tokenizer_path=str(folder / "bytes.tiktoken")),
+        model=ModelConfig(
+            flavor="tiny",
+            tokenizer_path=str(folder / "bytes.tiktoken"),
+            tokenizer_pattern="llama3",
+        ),
         data=DataConfig(
             sources=(DataSource(type="text", path=(str(OLD / "corpus.txt"),)),),
             cache_dir=str(folder / "cache"),

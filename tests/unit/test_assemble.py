@@ -51,7 +51,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
         built.append(Watched(model, specs, device=device))
         return built[-1]
 
-    monkeypatch.setitem(parallelize.STRATEGIES, "ddp", build)
+    monkeypatch.setitem(parallelize.BUILDERS, "ddp", build)
     return built
 
 
