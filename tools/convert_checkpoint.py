@@ -403,8 +403,7 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
         for fqn, shape in weights.shapes.items()
     }
     with in_place(output) as written:
-        step = folders.writing_folder(written, 0)
-        step.mkdir(parents=True)
+        step = folders.make_writing_folder(written, 0)
         writer = ChecksummedWriter(step)
         # DCP keeps all tensors of a file until the file is done, so each has a file of its own.
         writer.single_file_per_rank = False
@@ -421,7 +420,7 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
             checksums.files[name] = digest((step / name).read_bytes())
         checksums.files[METADATA_FILE] = digest((step / METADATA_FILE).read_bytes())
         folders.write_file(step / CHECKSUMS_FILE, checksums.to_bytes())
-        folders.publish(written, 0)
+        folders.publish(written, 0, step)
 
 
 class _ReadWhenWritten(DefaultSavePlanner):

@@ -299,16 +299,14 @@ class Checkpointer:
         """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is only logged."""
         if self.config.keep_latest_k == 0:
             return
-        complete, _ = folders.list_steps(self.folder)
+        try:
+            complete, _ = folders.list_steps(self.folder)
+        except OSError as error:
+            logger.warning("could not look for old checkpoints to delete: %s", error)
+            return
         for step in complete[self.config.keep_latest_k :]:
-            if step == saved:
-                continue
-            try:
-                folders.delete(self.folder, step)
-            except OSError as error:  # deleted by someone else, or not ours to delete: no reason to stop training
-                logger.warning(
-                    "could not delete the old %s: %s", folders.step_folder(self.folder, step), error
-                )
+            if step != saved:
+                folders.discard(folders.step_folder(self.folder, step))
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -507,7 +505,7 @@ class Checkpointer:
             self._lock = folders.lock(self.folder)
             for line in folders.recover(self.folder):
                 logger.warning("%s: %s", self.folder, line)
-            probe = self.folder / f".probe-{uuid.uuid4().hex}"
+            probe = self.folder / f"{folders.PROBE}{uuid.uuid4().hex}"
             folders.write_file(probe, b"")
             return probe.name
 
@@ -520,11 +518,11 @@ class Checkpointer:
             )
         finally:
             if self._rank == 0:
-                (self.folder / name).unlink(missing_ok=True)
+                folders.unlink_probe(self.folder / name)
 
     def _see(self, name: str) -> None:
         deadline = time.monotonic() + PROBE_SECONDS
-        while name not in (path.name for path in self.folder.glob(".probe-*")):
+        while name not in (path.name for path in self.folder.glob(f"{folders.PROBE}*")):
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; put "

@@ -198,6 +198,31 @@ def save_behind_a_janitor(folder: str) -> None:
     assert [p.name for p in Path(folder, "checkpoint").iterdir()] == ["step-4"]
 
 
+def resume_from_a_link(folder: str) -> None:
+    """Step 2 is a link: loaded through, then pruned as steps 4 and 6 are saved."""
+    checkpointer, run = make(folder, filled=False, keep_latest_k=1, load_step=2)
+    with checkpointer:
+        assert checkpointer.load() == TrainState(2, 20, 160)
+        run.check(0.0)
+        for step in (4, 6):
+            checkpointer.save(step, TrainState(step))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_block_the_next_start(
+    tmp_path: Path,
+) -> None:
+    on_ranks(save, 2, str(tmp_path))
+    kept, link = tmp_path / "kept", tmp_path / "checkpoint" / "step-2"
+    link.rename(kept)
+    files = sorted(path.name for path in kept.iterdir())
+    link.symlink_to(kept)
+    on_ranks(resume_from_a_link, 2, str(tmp_path))
+    (link.with_name("step-1.deleting")).symlink_to(kept)  # as an earlier version left it
+    assert on_ranks(load_and_check, 2, str(tmp_path))[0] == TrainState(6)
+    assert [path.name for path in link.parent.iterdir()] == ["step-6"]
+    assert sorted(path.name for path in kept.iterdir()) == files
+
+
 def save_the_same_step_again(folder: str) -> None:
     for offset in (1.0, 2.0):
         checkpointer, run = make(folder)
