@@ -345,22 +345,35 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank."""
+    def validate(self, step: int) -> float | None:
+        """Mean loss over the held-out tokens: the same first windows every time.
+
+        Every rank has equally many batches, and between two of them the ranks agree on whether one
+        was told to end. Then the validation is dropped and None returned: launchers kill a job half
+        a minute after they told it, and a validation may take longer.
+        """
         if self.validation_batches is None:
             raise RuntimeError("validation.enable is false, so no held-out data was opened")
         with self.metrics.timer.phase("validation"):
             self.model.eval()
-            total = torch.zeros(
-                2, dtype=torch.float64, device=self.device
-            )  # sum of losses, number of tokens
+            dropped = False
+            # sum of losses, number of tokens
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for tokens, labels in self.validation_batches:
+                dropped = self.checkpointer.preempted()
+                if dropped:
+                    break
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)
                 total[1] += (labels != IGNORE_INDEX).sum()
             self.model.train()
-            dist.all_reduce(total)
-            loss_sum, count = total.tolist()
+            if not dropped:
+                dist.all_reduce(total)
+        if dropped:
+            if self.world.rank == 0:
+                logger.warning("step %d: told to end by a signal; validation dropped", step)
+            return None
+        loss_sum, count = total.tolist()
         self.metrics.log_validation(step, loss_sum / count, int(count))
         return loss_sum / count
 

@@ -226,7 +226,7 @@ class Checkpointer:
             self.wait()
 
     def preempted(self) -> bool:
-        """At a step boundary: True on all ranks if any of them was told to end. One tiny all-reduce."""
+        """True on all ranks if any of them was told to end. Collective: one tiny all-reduce."""
         return self._preemption is not None and self._preemption.agreed(self._control)
 
     def wait(self, within: float | None = None) -> None:

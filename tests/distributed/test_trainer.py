@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from matrixtitan.checkpoint.folder import list_steps
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.curves import read_curves
@@ -412,6 +413,41 @@ def test_one_rank_told_to_end_saves_and_ends_all(
 ) -> None:
     config = config_for(corpus, tmp_path, **RESUMABLE)
     assert run_distributed(told_to_end, 2, config, 1, 3) == [3, 3]
+    assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
+
+
+def told_to_end_in_validation(config: Config, bad_rank: int) -> tuple[int, int, list[int]]:
+    """SIGTERM to one rank in the second batch of the first validation, which would take minutes.
+
+    The step that the run ended at, the batches that were validated, the steps that were saved.
+    """
+    batches = 0
+    with Trainer(config) as trainer:
+        assert trainer.validation_batches is not None
+        assert (trainer.validation_batches.num_batches or 0) > 5
+
+        def slow(module: torch.nn.Module, arguments: object) -> None:
+            nonlocal batches
+            if not trainer.model.training:
+                batches += 1
+                if batches == 2 and trainer.world.rank == bad_rank:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1 if batches > 1 else 0)
+
+        trainer.model.head.register_forward_pre_hook(slow)
+        trainer.train()
+    saved, _ = list_steps(Path(config.job.dump_folder) / "checkpoint")
+    return trainer.state.step, batches, saved
+
+
+def test_sigterm_in_a_long_validation_drops_it_and_saves_the_finished_step(
+    corpus: Path, tmp_path: Path, uninterrupted: Curves
+) -> None:
+    long = {"validation__enable": "true", "validation__freq": 3, "validation__steps": -1}
+    config = config_for(corpus, tmp_path, **RESUMABLE, **long)
+    assert run_distributed(told_to_end_in_validation, 2, config, 1) == [(3, 2, [3, 2])] * 2
+    assert "loss/validation" not in curves(tmp_path)
+    run_distributed(train, 2, config_for(corpus, tmp_path, **RESUMABLE))
     assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
 
 
