@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -140,8 +141,12 @@ class Trainer:
         if self.world.rank == 0:
             try:
                 self.dump_folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.dump_folder):
+                    pass
             except OSError as error:
-                raise ValueError(f"job.dump_folder cannot be made: {error}") from error
+                raise ValueError(
+                    f"job.dump_folder cannot be made or written: {error}; set it to a folder that can be"
+                ) from error
 
     def _everywhere(self, act: Callable[[], T]) -> T:
         """Collective: what `act` returns here. A mistake that any rank finds in it is raised on all.

@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"config error: {error}", file=sys.stderr)
         return 2
 
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -45,6 +46,13 @@ def main(argv: Sequence[str]) -> int:
         code = exit_code(folder)
         if code is None:
             raise  # torchrun's report names files in the folder
+    except DistNetworkError as error:
+        print(
+            "error: the machines did not meet: MASTER_ADDR must name machine 0, and MASTER_PORT a "
+            f"port that is free there, the same on all machines ({str(error).splitlines()[0]})",
+            file=sys.stderr,
+        )
+        code = 1
     else:
         code = 0
     shutil.rmtree(folder)

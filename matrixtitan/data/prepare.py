@@ -313,7 +313,7 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
         cache_dir.mkdir(parents=True, exist_ok=True)
         file = (cache_dir / f"{name}.lock").open("w")
     except OSError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"data.cache_dir: cannot write in {cache_dir} ({error}); set it to a folder that can be"
         ) from None
     with file:
@@ -328,7 +328,7 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
                     told = True
                 time.sleep(0.05)
             except OSError as error:
-                raise RuntimeError(
+                raise ValueError(
                     f"data.cache_dir: {cache_dir} has no file locks ({error}); set it to a folder "
                     "on a local disk"
                 ) from None

@@ -165,6 +165,41 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
         assert_same_numbers(found, reference)
 
 
+def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
+    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding alone."""
+    short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
+    runs = [
+        split(strategy, 0, training__global_batch_size=size, **short)
+        for strategy, size in (("ddp", 16), ("matrix_fsdp", 2))
+    ]
+    expected = run(corpus, tmp_path / "1", 1, *runs)
+    for found, other in zip(run(corpus, tmp_path / "3", 3, *runs), expected, strict=True):
+        assert_same_numbers(found, other)
+        assert found["loss/validation"][0][1] == pytest.approx(
+            other["loss/validation"][0][1], abs=TOLERANCE
+        )
+
+
+def test_the_debug_config_gives_the_same_losses_at_any_number_of_ranks(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """As it stands but for its text and a shorter sequence; 3 ranks have padding, 2 and 8 none."""
+    sources = f'[{{type = "text", path = "{corpus}/*.txt"}}]'
+    small = ["--data.sources", sources, "--data.cache_dir", str(corpus), "--data.num_workers", "0"]
+    small += ["--training.seq_len", "16", "--training.steps", "3", "--metrics.log_freq", "1"]
+    small += ["--validation.steps", "2"]
+    found = {}
+    for ranks in (1, 2, 3, 8):
+        folder = ["--job.dump_folder", str(tmp_path / str(ranks))]
+        run_distributed(train, ranks, load_config(["--config", "debug", *small, *folder]))
+        found[ranks] = curves(tmp_path / str(ranks))
+        assert_same_numbers(found[ranks], found[1])
+        (_, validation), (_, expected) = (
+            curve["loss/validation"][0] for curve in (found[ranks], found[1])
+        )
+        assert validation == pytest.approx(expected, abs=TOLERANCE)
+
+
 def train_compiled(*configs: Config) -> None:
     torch._inductor.config.compile_threads = (
         1  # a pool of compilers takes longer to start than to use

@@ -429,7 +429,7 @@ def test_others_wait_for_the_builder_and_survive_its_death(
 def test_cache_folder_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts(20))
     (tmp_path / "file").touch()
-    with pytest.raises(RuntimeError, match=r"data\.cache_dir: cannot write in .*file"):
+    with pytest.raises(ValueError, match=r"data\.cache_dir: cannot write in .*file"):
         cached(path, tokenizer, tmp_path / "file")
 
 
