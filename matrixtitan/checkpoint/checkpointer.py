@@ -31,6 +31,7 @@ from matrixtitan.checkpoint.collective import describe, from_rank_0, together
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
+from matrixtitan.checkpoint.rate_changes import rate_changes
 from matrixtitan.checkpoint.reading import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -383,7 +384,11 @@ class Checkpointer:
                 "the configuration changed since %s: %s", stored.path.name, "; ".join(changes)
             )
         self._check_data(stored)
-        return self._load_from(stored, model_only=False)
+        state = self._load_from(stored, model_only=False)
+        if state is not None and self._rank == 0:
+            for line in rate_changes(saved, self._run, stored.path.name, state.step + 1):
+                logger.warning("%s", line)
+        return state
 
     def _check_data(self, stored: StoredCheckpoint) -> None:
         """Window number n must be the text that it was: compared by content, so files may have moved."""

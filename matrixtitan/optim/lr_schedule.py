@@ -12,12 +12,19 @@ from matrixtitan.config import LRSchedulerConfig
 from matrixtitan.optim.build import Optimizers
 
 
+def schedule_steps(config: LRSchedulerConfig, training_steps: int) -> int:
+    """Where the schedule ends."""
+    return training_steps if config.total_steps is None else config.total_steps
+
+
 def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     """What the peak learning rate is multiplied by at the 1-based `step`.
 
     It rises by 1/warmup_steps a step and is 1 at step warmup_steps; it stays there until the last decay_ratio of the
-    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps and stays.
+    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps. Later steps have the
+    rate of step total_steps.
     """
+    step = min(step, total_steps)
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     peak_step = max(config.warmup_steps, 1)
@@ -27,9 +34,8 @@ def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     done = step - (total_steps - decay_steps)
     if done <= 0:
         return 1.0
-    progress = min(done / decay_steps, 1.0) if decay_steps else 1.0
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * (
-        1.0 - _decayed(config.decay_type, progress)
+        1.0 - _decayed(config.decay_type, done / decay_steps)
     )
 
 
@@ -48,10 +54,10 @@ class LRSchedule:
     """Sets the groups' learning rates. ValueError where the schedule does not fit into its steps."""
 
     def __init__(
-        self, config: LRSchedulerConfig, optimizers: Optimizers, total_steps: int | None = None
+        self, config: LRSchedulerConfig, optimizers: Optimizers, training_steps: int
     ) -> None:
-        total = config.total_steps if config.total_steps is not None else total_steps
-        if total is None or total < 1:
+        total = schedule_steps(config, training_steps)
+        if total < 1:
             raise ValueError(
                 f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1"
             )
