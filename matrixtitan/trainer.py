@@ -355,6 +355,9 @@ class Trainer:
             self.checkpointer.check_failure()
             ending = self.checkpointer.preempted()
             pause = self.checkpointer.maybe_save(step, self.state, last, now=ending)
+            if self.checkpointer.is_saved(step) and not (ending or last):
+                # told during the save: another step and another save may take longer than the launcher waits
+                ending = self.checkpointer.preempted()
         if pause is not None:
             self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
         if ending and self.world.rank == 0:
@@ -372,8 +375,11 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank."""
+    def validate(self, step: int) -> float | None:
+        """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank.
+
+        None, and nothing is reported, if any rank is told to end: launchers kill sooner than a long validation ends.
+        """
         if self.validation_batches is None:
             raise RuntimeError("validation.enable is false, so no held-out data was opened")
         with self.metrics.timer.phase("validation"):
@@ -381,11 +387,21 @@ class Trainer:
             total = torch.zeros(
                 2, dtype=torch.float64, device=self.device
             )  # sum of losses, number of tokens
+            told_to_end = False
             for tokens, labels in self.validation_batches:
+                told_to_end = self.checkpointer.preempted()
+                if told_to_end:
+                    break
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)
                 total[1] += (labels != IGNORE_INDEX).sum()
             self.model.train()
+            if told_to_end:
+                if self.world.rank == 0:
+                    logger.warning(
+                        "step %d: validation dropped, its loss is not reported: told to end", step
+                    )
+                return None
             dist.all_reduce(total)
             loss_sum, count = total.tolist()
         self.metrics.log_validation(step, loss_sum / count, int(count))
