@@ -333,6 +333,9 @@ class Trainer:
             self.checkpointer.check_failure()
             ending = self.checkpointer.preempted()
             pause = self.checkpointer.maybe_save(step, self.state, last, now=ending)
+            if self.checkpointer.is_saved(step) and not (ending or last):
+                # told during the save: another step and another save may take longer than the launcher waits
+                ending = self.checkpointer.preempted()
         if pause is not None:
             self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
         if ending and self.world.rank == 0:
@@ -376,7 +379,7 @@ class Trainer:
                 dist.all_reduce(total)
         if dropped:
             if self.world.rank == 0:
-                logger.warning("step %d: told to end by a signal; validation dropped", step)
+                logger.warning("step %d: validation dropped: told to end by a signal", step)
             return None
         loss_sum, count = total.tolist()
         self.metrics.log_validation(step, loss_sum / count, int(count))

@@ -99,6 +99,8 @@ class Checkpointer:
         self._data_stream = data_stream
         self._allow_data_change = run.data.allow_data_change
         self._saving: Future[Path] | None = None
+        self._saving_step: int | None = None
+        self._newest_saved: int | None = None
         self._ending = False
         """The save is the run's last: if it fails, training does not go on."""
         self._patience = run.comm.init_timeout_seconds
@@ -185,7 +187,7 @@ class Checkpointer:
             self._stop_or_log(error)
             return time.perf_counter() - started
         side_files = self._side_files(state, contents)
-        self._saving = Future()
+        self._saving, self._saving_step = Future(), step
         if self._stager is None or last or now:
             _fulfil(self._saving, lambda: self._write(step, tensors, side_files))
             self.wait()
@@ -229,6 +231,10 @@ class Checkpointer:
         """True on all ranks if any of them was told to end. Collective: one tiny all-reduce."""
         return self._preemption is not None and self._preemption.agreed(self._control)
 
+    def is_saved(self, step: int) -> bool:
+        """Whether this run's newest complete checkpoint is of `step`; the same on all ranks."""
+        return self._newest_saved == step
+
     def wait(self, within: float | None = None) -> None:
         """Until no save is under way. Its outcome is the same on all ranks, but for a CheckpointError after `within`
         seconds."""
@@ -241,6 +247,7 @@ class Checkpointer:
             )
         try:
             saving.result()
+            self._newest_saved = self._saving_step
         except CheckpointError as error:
             self._stop_or_log(error)
 

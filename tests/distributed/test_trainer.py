@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import json
+import logging
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from matrixtitan.checkpoint.folder import list_steps
+from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.curves import read_curves
+from matrixtitan.log import get_logger
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
 
@@ -451,39 +453,75 @@ def test_one_rank_told_to_end_saves_and_ends_all(
     assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
 
 
-def told_to_end_in_validation(config: Config, bad_rank: int) -> tuple[int, int, list[int]]:
-    """SIGTERM to one rank in the second batch of the first validation, which would take minutes.
+class Interrupted(NamedTuple):
+    ended_at: int
+    batches: int
+    """Of all validations of the run that was told to end."""
+    warnings: list[str]
 
-    The step that the run ended at, the batches that were validated, the steps that were saved.
-    """
+
+def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
+    """SIGTERM to rank 1 in a validation of 400 slow batches, or while it writes a checkpoint; then a second run."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
     batches = 0
-    with Trainer(config) as trainer:
-        assert trainer.validation_batches is not None
-        assert (trainer.validation_batches.num_batches or 0) > 5
 
-        def slow(module: torch.nn.Module, arguments: object) -> None:
-            nonlocal batches
-            if not trainer.model.training:
-                batches += 1
-                if batches == 2 and trainer.world.rank == bad_rank:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1 if batches > 1 else 0)
+    def kill(when: bool = True) -> None:
+        if when and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        trainer.model.head.register_forward_pre_hook(slow)
+    with Trainer(config) as trainer, pytest.MonkeyPatch.context() as patch:
+        if phase == "validation":
+            first = next(iter(trainer.validation_batches or ()))
+
+            class Slow:
+                def __iter__(self) -> Iterator[Any]:
+                    nonlocal batches
+                    for _ in range(400):
+                        batches += 1
+                        time.sleep(0.05)
+                        kill(batches == 3)
+                        yield first
+
+            trainer.validation_batches = Slow()  # type: ignore[assignment]
+        else:
+            write = checkpointer_module.write_checkpoint
+
+            def write_and_kill(*arguments: Any) -> Path:
+                kill()
+                return write(*arguments)
+
+            patch.setattr(checkpointer_module, "write_checkpoint", write_and_kill)
         trainer.train()
-    saved, _ = list_steps(Path(config.job.dump_folder) / "checkpoint")
-    return trainer.state.step, batches, saved
+        ended_at = trainer.state.step
+    train(config)
+    return Interrupted(ended_at, batches, lines)
 
 
-def test_sigterm_in_a_long_validation_drops_it_and_saves_the_finished_step(
-    corpus: Path, tmp_path: Path, uninterrupted: Curves
+@pytest.mark.parametrize("phase", ["validation", "save"])
+def test_told_to_end_in_a_long_phase_the_run_ends_soon_with_its_finished_step_saved(
+    corpus: Path, tmp_path: Path, uninterrupted: Curves, phase: str
 ) -> None:
-    long = {"validation__enable": "true", "validation__freq": 3, "validation__steps": -1}
-    config = config_for(corpus, tmp_path, **RESUMABLE, **long)
-    assert run_distributed(told_to_end_in_validation, 2, config, 1) == [(3, 2, [3, 2])] * 2
-    assert "loss/validation" not in curves(tmp_path)
-    run_distributed(train, 2, config_for(corpus, tmp_path, **RESUMABLE))
-    assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
+    """The validation is dropped, not finished; after a save no further step is done. The next run repeats nothing."""
+    config = config_for(
+        corpus,
+        tmp_path,
+        **{**RESUMABLE, "checkpoint__interval": 2 if phase == "save" else 1000},
+        validation__enable="true" if phase == "validation" else "false",
+        validation__freq=2,
+        validation__steps=1,
+    )
+    one, two = run_distributed(told_to_end_in_a_long_phase, 2, config, phase)
+    assert one.ended_at == two.ended_at == 2
+    found = curves(tmp_path)
+    assert found["loss/train"] == uninterrupted["loss/train"], "to the bit, and each step once"
+    assert any("step 2: told to end by a signal; saved" in line for line in one.warnings)
+    if phase == "validation":
+        assert one.batches == two.batches <= 4
+        assert any("step 2: validation dropped" in line for line in one.warnings)
+        assert [step for step, _ in found["loss/validation"]] == [4], "only the second run's"
 
 
 def copies_and_updates(config: Config) -> list[str]:
