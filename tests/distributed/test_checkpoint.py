@@ -463,6 +463,7 @@ def save_nothing(folder: str) -> list[str]:
             assert checkpointer.load() is None
             assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
             assert not checkpointer.preempted()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
             checkpointer.check_failure()
     return os.listdir(folder)
 
