@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import os
 import platform
 import shlex
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(
@@ -33,6 +30,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces it
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.mesh import World, init_world
@@ -59,12 +59,6 @@ COMMUNICATION_REPEATS = 5
 
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse_arguments(argv)
-    if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "bench: matplotlib is missing; install the plots extra (pip install -e '.[plots]')",
-            file=sys.stderr,
-        )
-        return 2
     try:
         # the corpus is its own: what a config would train on need not be here
         own = shlex.split(EMBEDDED_OVERRIDES)
@@ -99,7 +93,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--output",
         type=Path,
         default=Path("outputs/bench"),
-        help="folder of bench.json, .md and .png",
+        help="folder of bench.json, .md and, with matplotlib, .png",
     )
     parser.add_argument(
         "--vocab-size",
@@ -116,38 +110,30 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def launch(nproc: int, argv: Sequence[str]) -> int:
-    """Start the ranks on this machine; the first failure ends the others and is returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))
-        ),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *argv],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+    """Start the ranks on this machine, as torchrun does; the first failure ends the others and is returned."""
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # which the ranks inherit
+    with TemporaryDirectory(prefix="bench_") as errors:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="bench",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # any free port
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
-        for rank in range(nproc)
-    ]
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [code for code in codes if code]
-            if failed or None not in codes:
-                return failed[0] if failed else 0
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        try:
+            elastic_launch(config, sys.executable)(__file__, *argv)
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            print(f"bench: rank {rank} failed: {failure.message}", file=sys.stderr)
+            return failure.exitcode
+        except SignalException as ended:
+            return 128 + ended.sigval
+    return 0
 
 
 def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:

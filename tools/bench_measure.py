@@ -111,7 +111,7 @@ class Contender:
     """One strategy's model and optimizers, and its measurements so far."""
 
     def __init__(
-        self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int = VOCAB_SIZE
+        self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int
     ) -> None:
         self.name = name
         self.measured = Measurements()

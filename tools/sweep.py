@@ -1,4 +1,4 @@
-"""Train configs over a grid of settings; a table and a plot of validation losses come out.
+"""Train configs over a grid of settings; a table and, with matplotlib, a plot of validation losses come out.
 
     python tools/sweep.py --config debug_soap,debug_adamw --nproc 2 --grid optimizer.lr=0.002,0.004 \\
         --grid debug.seed=0,1,2
@@ -30,6 +30,7 @@ from urllib.parse import quote
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.curves import FILE_NAME, Curve, read_curves
+from tools.pictures import pyplot_for
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = "debug.seed"
@@ -161,11 +162,9 @@ def table(results: Sequence[Result]) -> str:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Validation loss over steps, a line for each setting, its seeds averaged."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot_for(path)
+    if plt is None:
+        return
     figure, axes = plt.subplots(figsize=(9, 6))
     for settings, group in by_settings(results):
         steps = [step for step, _ in group[0].validation]

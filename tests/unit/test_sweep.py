@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -60,6 +61,15 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(RESULTS, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_without_matplotlib_the_plot_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot(RESULTS, tmp_path / "curves.png")
+    assert "curves.png is left out: matplotlib is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sweeps_that_share_other_settings_do_not_mix(tmp_path: Path) -> None:
