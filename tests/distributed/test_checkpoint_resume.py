@@ -31,10 +31,12 @@ from matrixtitan.config import (
     JobConfig,
     LRSchedulerConfig,
     MetricsConfig,
+    ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
+from matrixtitan.data.tokenizer import write_ranks
 from matrixtitan.trainer import Trainer
 from tests.lib.distributed import run_distributed
 
@@ -242,6 +244,96 @@ def test_state_survives_four_two_three_ranks(
         previous, at = folder, until
     for optimizer, expected in uninterrupted.items():
         assert_alike(losses[optimizer], expected[SAVED_AT:], optimizer)
+
+
+# --- past the end of an epoch ---------------------------------------------------------------------
+
+
+def tiny_run(folder: Path, num_workers: int, world_size: int) -> Config:
+    """The debug model on 21 windows of bytes, of which a step takes 8."""
+    config = config_of(folder, "adamw", world_size)
+    model = ModelConfig(
+        tokenizer_path=str(folder.parent / "bytes.tiktoken"), tokenizer_pattern="llama3"
+    )
+    source = DataSource(type="text", path=(str(folder.parent / "tiny.txt"),))
+    return replace(
+        config,
+        model=model,
+        data=replace(
+            config.data, sources=(source,), num_workers=num_workers, validation_fraction=0.0
+        ),
+        training=replace(
+            config.training,
+            global_batch_size=8,
+            local_batch_size=4
+            // world_size,  # two microbatches, which share the step that ends an epoch
+            steps=6,
+        ),
+        checkpoint=replace(config.checkpoint, interval=2),
+    )
+
+
+def losses_and_windows(*configs: Config) -> list[tuple[list[float], list[tuple[int, ...]]]]:
+    """Of each run, one after the other: the loss of every step, and this rank's windows."""
+    found = []
+    for config in configs:
+        losses: list[float] = []
+        windows: list[tuple[int, ...]] = []
+        with Trainer(config) as trainer:
+            log_step = trainer.metrics.log_step
+
+            def record(*args, **keys):  # type: ignore[no-untyped-def]
+                report = log_step(*args, **keys)  # noqa: B023
+                losses.append(report.loss)  # noqa: B023
+                return report
+
+            def seen(batches):  # type: ignore[no-untyped-def]
+                for tokens, labels in batches:
+                    rows = torch.cat((tokens, labels[:, -1:]), dim=1)
+                    windows.extend(map(tuple, rows.tolist()))  # noqa: B023
+                    yield tokens, labels
+
+            trainer.metrics.log_step = record  # type: ignore[method-assign]
+            trainer.batches = seen(trainer.batches)
+            trainer.train()
+        found.append((losses, windows))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_past_the_end_of_an_epoch_goes_on_to_the_bit(
+    tmp_path: Path, world_size: int
+) -> None:
+    """Epochs end inside steps 3 and 6; the run stops after step 2 and resumes to step 6."""
+    size = 21
+    write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(97, 123, (size * 16 - 1,), generator=generator)  # BOS, letters, EOS
+    (tmp_path / "tiny.txt").write_bytes(bytes(letters.tolist()))
+    whole = tiny_run(tmp_path / "whole", 0, world_size)
+    stopped, *resumed = (tiny_run(tmp_path / f"{n} workers", n, world_size) for n in (2, 0, 2))
+    stopped = replace(stopped, training=replace(stopped.training, steps=2))
+    ranks = run_distributed(losses_and_windows, world_size, whole, stopped, timeout=90)
+    shutil.copytree(tmp_path / "2 workers", tmp_path / "0 workers")
+    resumed_ranks = run_distributed(losses_and_windows, world_size, *resumed, timeout=90)
+    for (expected, before), after in zip(ranks, resumed_ranks, strict=True):
+        assert len(expected[0]) == 6
+        for part in after:
+            assert before[0] + part[0] == expected[0]  # losses
+            assert before[1] + part[1] == expected[1]  # windows
+
+    stream = [256, *letters.tolist(), 257]
+    expected = sorted(tuple(stream[16 * number : 16 * number + 17]) for number in range(size))
+    assert len(set(expected)) == size
+    half = 4 // world_size  # of a microbatch on each rank
+    seen = [whole_run[1] for whole_run, _ in ranks]
+    order = [
+        row
+        for start in range(0, len(seen[0]), half)
+        for part in seen
+        for row in part[start : start + half]
+    ]
+    assert sorted(order[:size]) == sorted(order[size : 2 * size]) == expected
 
 
 # --- under the launcher ---------------------------------------------------------------------------

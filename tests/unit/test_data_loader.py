@@ -172,6 +172,26 @@ def test_resume_twice_in_a_row_and_at_another_world_size(
     assert got == expected
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, world_size: int
+) -> None:
+    """Stopped before the step that holds the first epoch's end, resumed to past the second's."""
+    config = with_workers(data_config(folder, lower), num_workers)
+    (source,) = open_sources(config.data, tokenizer)
+    size = source.train.num_windows(16)
+    stopped_at = size // 12
+    assert size % 12, "an epoch must end inside a global batch"
+    steps = global_batches(config, tokenizer, world_size, stopped_at)
+    steps += global_batches(config, tokenizer, world_size, stopped_at + 2, stopped_at * 12)
+    assert steps == global_batches(config, tokenizer, world_size, 2 * stopped_at + 2)
+    windows = list(itertools.chain.from_iterable(steps))
+    stream = source.train.read(0, size * 16 + 1).tolist()
+    expected = sorted(tuple(stream[16 * number : 16 * number + 17]) for number in range(size))
+    assert sorted(windows[:size]) == sorted(windows[size : 2 * size]) == expected
+
+
 def test_resume_at_a_far_index_reads_only_its_own_tokens(
     folder: Path, tokenizer: Tokenizer, lower: DataSource
 ) -> None:
