@@ -46,7 +46,7 @@ class Numbers(TokenStream):
         return np.arange(start, start + count)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     tokens=st.integers(4, 200),
     world_size=st.integers(1, 4),
