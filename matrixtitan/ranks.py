@@ -43,7 +43,12 @@ def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
     replicas = parallelism.data_parallel_replicate_degree
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
-        shards = world_size // replicas
+        shards, rest = divmod(world_size, replicas)
+        if rest:
+            raise ValueError(
+                f"parallelism.data_parallel_replicate_degree {replicas} does not divide the {world_size} ranks of "
+                "this run, which each copy of the weights takes an equal part of; change one of them"
+            )
     if replicas * shards != world_size:
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "

@@ -25,7 +25,10 @@ from matrixtitan.ranks import check_ranks
 
 def main(argv: Sequence[str]) -> int:
     """`argv` holds torchrun's command line, with --nnodes and --nproc-per-node as numbers."""
-    script = next(place for place, word in enumerate(argv) if word.endswith("train.py"))
+    script = next((place for place, word in enumerate(argv) if word.endswith("train.py")), None)
+    if script is None:
+        print(__doc__)
+        return 0 if "--help" in argv else 2
     try:
         config = load_config(argv[script + 1 :])
         check_ranks(config, _number(argv, "--nnodes") * _number(argv, "--nproc-per-node"))
@@ -38,14 +41,21 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     folder = Path(tempfile.mkdtemp(prefix="matrixtitan_"))
-    for handler in logging.getLogger("torch.distributed").handlers:
-        handler.addFilter(lambda record: exit_code(folder) is None)
+    handlers = logging.getLogger("torch.distributed").handlers
+
+    def keep(record: logging.LogRecord) -> bool:
+        return exit_code(folder) is None
+
+    for handler in handlers:
+        handler.addFilter(keep)
+    code = 0
     try:
         torchrun(["--log-dir", str(folder), *argv])
     except ChildFailedError:
-        code = exit_code(folder)
-        if code is None:
+        told = exit_code(folder)
+        if told is None:
             raise  # torchrun's report names files in the folder
+        code = told
     except DistNetworkError as error:
         print(
             "error: the machines did not meet: MASTER_ADDR must name machine 0, and MASTER_PORT a "
@@ -53,8 +63,9 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         code = 1
-    else:
-        code = 0
+    finally:
+        for handler in handlers:
+            handler.removeFilter(keep)
     shutil.rmtree(folder)
     return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email
 import json
 import logging
@@ -29,6 +30,7 @@ from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.curves import read_curves
+from matrixtitan.data.tokenizer import EMBEDDED_PATH
 from matrixtitan.log import get_logger
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
@@ -617,6 +619,26 @@ def test_the_same_data_in_another_place_is_no_change(corpus: Path, tmp_path: Pat
         config_for(new, folder, **RESUMABLE, data__seed=0),  # as debug.seed, which stood for it
     )
     assert [step for step, _ in curves(folder)["loss/train"]] == [1, 2, 3, 4]
+
+
+def fail_with_own_tokenizer(config: Config, folder: Path) -> str:
+    path = str(folder / f"{dist.get_rank()}.tiktoken")
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, tokenizer_path=path)
+    )
+    with pytest.raises(ValueError, match="tokenizer") as caught:
+        Trainer(config)
+    return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all(corpus: Path, tmp_path: Path) -> None:
+    """A rank without it would else wait for the other one, and fail by a broken connection."""
+    shutil.copy(EMBEDDED_PATH, tmp_path / "0.tiktoken")
+    (tmp_path / "1.tiktoken").write_text("no ranks")
+    config = config_for(corpus, tmp_path / "run")
+    theirs, mine = run_distributed(fail_with_own_tokenizer, 2, config, tmp_path, timeout=30)
+    assert theirs == f"rank 1: {mine}"
+    assert "1.tiktoken" in mine
 
 
 def train_on_own_text(configs: list[Config]) -> str:
