@@ -6,11 +6,16 @@ import dataclasses
 import itertools
 import json
 import logging
+import multiprocessing
 import pickle
+import resource
+import traceback
 from collections import Counter
 from collections.abc import Iterable
+from multiprocessing.queues import Queue
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +30,7 @@ from matrixtitan.data.dataloader import (
 )
 from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
+from matrixtitan.data.shards import ShardWriter, TokenStream, dtype_for
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
 from matrixtitan.ranks import split_batch
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
@@ -466,3 +472,59 @@ def test_validation_without_held_out_data(
     config = data_config(folder, lower, DataSource("shards", (str(tmp_path),)))
     assert validation_batches(config, tokenizer, 0, 1).num_windows
     assert "nothing is held out of data.sources[1]" in caplog.text
+
+
+# --- many shards -----------------------------------------------------------------------------------------------------
+
+
+def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: Queue) -> None:
+    """In a process of its own: an epoch's windows, without and with a loader worker."""
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        tokenizer = byte_tokenizer(folder)
+        for num_workers in (0, 1):
+            loader = iter(training_batches(with_workers(config, num_workers), tokenizer, 0, 1))
+            queue.put(sorted(rows(next(loader) for _ in range(steps))))
+    except BaseException:
+        queue.put(traceback.format_exc())
+
+
+def test_more_shards_than_file_handles(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """600 prepared folders under `ulimit -n 256`: every window is read, with and without a worker."""
+    documents = [[number % 256, number // 256] * 8 for number in range(600)]
+    for number, document in enumerate(documents):
+        part = tmp_path / f"part-{number:03d}"
+        part.mkdir()
+        writer = ShardWriter(
+            part, "train", tokenizer.fingerprint, dtype_for(tokenizer.n_words), 100
+        )
+        writer.append(np.array(document), 1)
+        writer.close()
+    source = DataSource("shards", (str(tmp_path),))
+    config = data_config(folder, source, global_batch_size=1, seq_len=16)
+    stream = sum(documents, [])
+    windows = [tuple(stream[start : start + 17]) for start in range(0, len(stream) - 16, 16)]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    arguments = (config, folder, len(windows), queue)
+    process = context.Process(target=_read_with_few_descriptors, args=arguments)
+    process.start()
+    try:
+        for _ in range(2):
+            assert queue.get(timeout=60) == sorted(windows)
+        process.join(10)
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_closed_streams_leave_no_memory_map(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", tokenizer.fingerprint, dtype_for(258), 100)
+    writer.append(np.arange(50), 1)
+    writer.close()
+    path = tmp_path / "train-00000.bin"
+    stream = TokenStream([path], tokenizer.fingerprint)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert stream.read(3, 2).tolist() == [3, 4]
+    del stream
+    assert str(path) not in Path("/proc/self/maps").read_text()
