@@ -1,6 +1,6 @@
 """Start the ranks with torchrun: what `run_train.sh` ends in.
 
-    python tools/launch.py TORCHRUN_OPTIONS... train.py [--config NAME] [--section.key value ...]
+    usage: launch.py TORCHRUN_OPTIONS... train.py [--config NAME] [--section.key value ...]
 
 Checks first all that needs neither torch nor a rank. A mistake that only ranks can see was told by
 one of them (`matrixtitan/mistakes.py`), and torchrun's own report of it is left out here. Any other
