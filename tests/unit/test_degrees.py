@@ -17,7 +17,10 @@ from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.predict.degrees import (
     CLOSE,
+    Balance,
+    Candidate,
     Recommendation,
+    _choose,
     balance_of,
     degree_flags,
     recommend,
@@ -78,13 +81,38 @@ def test_a_step_that_is_faster_with_more_memory_is_a_second_recommendation() -> 
     assert slow.least_memory.balance.shards == 64
 
 
+@pytest.mark.parametrize(
+    ("figures", "least", "fastest"),
+    [
+        ({8: (100, 10.0, 4), 4: (101, 10.1, 0)}, 4, 4),  # equal in both: the one without idle ranks
+        ({8: (100, 10.0, 4), 4: (101, 10.3, 0)}, 8, 8),
+        ({8: (100, 10.0, 0), 4: (103, 9.9, 0)}, 8, 8),
+        ({8: (100, 10.0, 4), 4: (103, 9.0, 0), 2: (300, 8.9, 0)}, 8, 4),  # as fast, a third as full
+    ],
+)
+def test_figures_within_two_percent_are_equal(
+    figures: dict[int, tuple[int, float, int]], least: int, fastest: int
+) -> None:
+    """(bytes of the fullest rank, seconds, idle ranks) by shards."""
+    candidates = [
+        Candidate(Balance(shards, 8 // shards, held, 1.0, idle), held, True, 0, seconds, 0.0)
+        for shards, (held, seconds, idle) in figures.items()
+    ]
+    assert [picked.balance.shards for picked in _choose(candidates)] == [least, fastest]
+
+
 def test_what_does_not_fit_is_not_recommended() -> None:
     """8B takes 8 x 8 for speed above; its fullest rank then needs over 17 GB."""
     specs = llama_specs(**LLAMA_8B)
-    found = _recommended(specs, 64, flops_rate=1e18, memory_bytes=12e9)
-    assert {c.balance.shards: c.fits for c in found.candidates} == {64: True, 32: True, 16: True}
+    found = _recommended(specs, 64, flops_rate=1e18, memory_bytes=15e9)
+    assert {c.balance.shards: c.fits for c in found.candidates} == {
+        64: True,
+        32: True,
+        16: True,
+        8: False,
+    }
     assert found.fastest is not None and found.fastest.balance.shards == 64
-    assert found.skipped == [8, 4, 2, 1]
+    assert found.skipped == [4, 2, 1]
     nowhere = _recommended(specs, 64, memory_bytes=1e9)
     assert nowhere.fastest is None and nowhere.even is None
     assert nowhere.least_memory.balance.shards == 64
