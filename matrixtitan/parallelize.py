@@ -15,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from matrixtitan.activation_checkpoint import apply_activation_checkpointing
 from matrixtitan.config import Config
 from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
+from matrixtitan.fsdp.transports import ranks_on_this_machine
+from matrixtitan.log import get_logger
 from matrixtitan.optim.build import check_patterns
 from matrixtitan.plan.cost import rank_bytes
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.predict.degrees import uneven_warning
 from matrixtitan.strategies.base import DataParallel
 from matrixtitan.strategies.ddp import DDP
 from matrixtitan.strategies.dry_run import DryRun
@@ -27,6 +30,8 @@ from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
 from matrixtitan.strategies.zero1_owner import Zero1Owner
 from models.llama import Llama
+
+logger = get_logger()
 
 
 def parallelize(
@@ -95,7 +100,13 @@ def _matrix_fsdp(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
 ) -> DataParallel:
     parallelism = config.parallelism
-    plan = make_plan(specs, mesh.size(mesh.ndim - 1), plan_settings(config))
+    settings = plan_settings(config)
+    plan = make_plan(specs, mesh.size(mesh.ndim - 1), settings)
+    if mesh.get_rank() == 0:
+        per_host = ranks_on_this_machine(mesh.size())
+        warning = uneven_warning(specs, plan, settings, mesh.size(), per_host)
+        if warning is not None:
+            logger.warning(warning)
     runtime = fully_shard(
         model,
         units=model.unit_names(),

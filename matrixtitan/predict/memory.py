@@ -78,8 +78,9 @@ def memory_table(
     backend: str,
     prefetch: int = 1,
     keep_all: bool = False,
+    strategies: Sequence[Strategy] = STRATEGIES,
 ) -> dict[Strategy, list[Term]]:
-    """The terms of each strategy; `plan` is ours, over the shard group of a job of `world_size`
+    """The terms of each of `strategies`; `plan` is ours, over the shard group of a job of `world_size`
     ranks.
 
     `keep_all`: no unit is freed between forward and backward.
@@ -89,7 +90,7 @@ def memory_table(
             *_resident(name, specs, plan, settings, precision, world_size),
             *_transient(name, specs, plan.world_size, precision, backend, prefetch, keep_all),
         ]
-        for name in STRATEGIES
+        for name in strategies
     }
 
 

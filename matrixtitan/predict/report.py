@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from matrixtitan.plan.cost import CostSettings, max_over_mean, rank_bytes, rank_flops, unit_shares
+from matrixtitan.plan.cost import max_over_mean, rank_bytes, rank_flops, unit_shares
+from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan
 from matrixtitan.plan.transports import ALL_GATHER, TRANSPORTS, BusiestBytes, choose_transport
+from matrixtitan.predict.degrees import recommend
 from matrixtitan.predict.memory import Precision, memory_table, peak
 from matrixtitan.predict.strategies import STRATEGIES, Strategy, strategy_bytes, unit_sizes
 from matrixtitan.predict.traffic import Job, Machine, our_traffic, replica_bytes, seconds_of
@@ -22,7 +24,7 @@ from matrixtitan.predict.traffic import Job, Machine, our_traffic, replica_bytes
 def report(
     specs: Sequence[ParamSpec],
     plan: Plan,
-    settings: CostSettings,
+    settings: PlanSettings,
     precision: Precision,
     job: Job,
     machine: Machine,
@@ -73,6 +75,7 @@ def report(
             }
             for name, terms in memory.items()
         },
+        "degrees": recommend(specs, plan, settings, precision, job, machine).to_json(),
     }
 
 

@@ -27,7 +27,7 @@ class Machine:
     """Hosts of `ranks_per_host` ranks: one network link a host, one local link a rank.
 
     Rates are bytes per second one way, `message_seconds` a message's latency, `memory_bytes` what a
-    rank has.
+    rank has, `flops_rate` what it sustains in the optimizer, in FLOP/s.
     """
 
     ranks_per_host: int = 8
@@ -36,12 +36,13 @@ class Machine:
     message_seconds: float = 0.0
     backend: str = "nccl"
     memory_bytes: float = 80e9
+    flops_rate: float = 150e12
 
 
 @dataclass(frozen=True)
 class Job:
     """How the model is trained on how many ranks; `gathered_once` names the units not regathered in
-    backward."""
+    backward, `transport` what `parallelism.transport` is."""
 
     world_size: int
     replicas: int = 1
@@ -49,6 +50,7 @@ class Job:
     keep_all: bool = False
     prefetch: int = 1
     microbatches: int = 1
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         if min(self.world_size, self.replicas) < 1 or self.world_size % self.replicas:
