@@ -77,10 +77,7 @@ def prepare(args: argparse.Namespace) -> None:
             num_threads=args.threads,
         )
         (building / "counts.json").write_text(json.dumps(asdict(counts)))
-    print(
-        f"{args.output}: {sum(counts.documents):,} documents, {sum(counts.tokens):,} tokens, "
-        f"{counts.tokens[1]:,} of them held out, {counts.skipped:,} bad records skipped"
-    )
+    print(f"{args.output}: {counts}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,8 +28,11 @@ from matrixtitan.data.tokenizer import (
     write_mark,
     write_ranks,
 )
+from matrixtitan.log import get_logger, init_logger
 from tools.hf_tokenizer import characters_of_bytes
 from tools.in_place import in_place
+
+logger = get_logger()
 
 PATTERN = "llama3"
 NUM_SPECIAL_TOKENS = 2
@@ -72,8 +75,10 @@ def train_file(args: argparse.Namespace) -> None:
         )
     kind = args.type if args.path else "python_stdlib"
     files = find_files(kind, args.path or "", key="--path")
+    logger.info("--path: %s files", f"{len(files):,}")
     with in_place(mark_file(args.output)) as mark, in_place(args.output) as unchecked:
-        trained = train(map(valid_unicode, read_texts(kind, files, args.field)), args.vocab_size)
+        texts = read_texts(kind, files, args.field, "--path")
+        trained = train(map(valid_unicode, texts), args.vocab_size)
         tokens = tokens_in_rank_order(trained)
         if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
             raise ValueError(
@@ -88,7 +93,8 @@ def train_file(args: argparse.Namespace) -> None:
                 "its size; choose another"
             )
         count = characters = 0
-        for text in map(valid_unicode, read_texts(kind, files, args.field)):
+        again = read_texts(kind, files, args.field, "--path", quiet=True)
+        for text in map(valid_unicode, again):
             ids = written.encode(text)
             if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
                 raise ValueError(
@@ -97,7 +103,7 @@ def train_file(args: argparse.Namespace) -> None:
             count, characters = count + len(ids), characters + len(text)
         write_mark(mark, PATTERN, written.fingerprint)
     print(
-        f"{args.output}: {args.vocab_size} tokens, {characters / max(count, 1):.2f} characters a token on its text"
+        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its text"
     )
 
 
@@ -123,4 +129,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    init_logger()
     main()

@@ -62,6 +62,7 @@ def _open_source(
         )
     if source.type == "shards":
         paths = find_files("shards", source.path, key)
+        logger.info("%s: %s files", key, f"{len(paths):,}")
     else:
         paths = cached_shards(
             TextSource(source.type, source.path, source.field, key),

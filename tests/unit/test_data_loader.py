@@ -502,7 +502,7 @@ def test_more_shards_than_file_handles(folder: Path, tokenizer: Tokenizer, tmp_p
         writer.close()
     source = DataSource("shards", (str(tmp_path),))
     config = data_config(folder, source, global_batch_size=1, seq_len=16)
-    stream = sum(documents, [])
+    stream = list(itertools.chain(*documents))
     windows = [tuple(stream[start : start + 17]) for start in range(0, len(stream) - 16, 16)]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import logging
 import pathlib
 import sys
 import types
@@ -305,7 +306,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
         (["--vocab-size", "1"], "--vocab-size 1 is not from 258"),
         (["--vocab-size", "10000001"], "--vocab-size 10000001 is not from 258 .* to 10000000"),
         (["--vocab-size", "4000"], "--vocab-size 4000: the text gives .* tokens"),
-        (["--path", "mark"], "--vocab-size 262: the text gives 256 tokens"),
+        (["--path", "mark"], "--path: no text to learn from in 1 files .*mark"),
         (["--path", "gone"], "--path: no text file at 'gone'"),
         (["--path"], "2"),
     ],
@@ -337,8 +338,18 @@ def test_the_trainer_writes_its_file(
     assert capsys.readouterr().out.startswith("new/out: 262 tokens, ")
     assert {path.name for path in pathlib.Path("new").iterdir()} == {"out", "out.meta.json"}
     assert tiktoken.load.load_tiktoken_bpe("new/out") == read_ranks(pathlib.Path("new/out"))
-    trainer.main(["--output", "bytes", "--vocab-size", "258", "--path", "mark"])
-    assert "0.00 characters a token" in capsys.readouterr().out
+
+
+def test_the_trainer_leaves_empty_texts_out(
+    folder: pathlib.Path, trainer: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    pathlib.Path("none").touch()
+    with caplog.at_level(logging.INFO, "matrixtitan"):
+        trainer.main(["--output", "out", "--vocab-size", "262", "--path", "mark", "none", "text"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "--path: 3 files",
+        "--path: 2 empty texts left out",
+    ]
 
 
 def test_the_trainer_takes_what_training_takes(
