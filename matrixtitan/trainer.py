@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from matrixtitan.checkpoint import Checkpointer, TrainState
 from matrixtitan.checkpoint.config_changes import changed_keys
@@ -268,7 +269,8 @@ class Trainer:
                 grad_norm = self._zero_gradients()
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
-                self.strategy.step(self.optimizers)
+                with record_function("optimizer::step"):
+                    self.strategy.step(self.optimizers)
                 self._consecutive_skips = 0
             else:
                 self._on_nonfinite(step, loss, grad_norm)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
 from matrixtitan.fsdp.api import TRANSPORTS
-from matrixtitan.fsdp.transports import Piece
+from matrixtitan.fsdp.transports import OwnedTensor
 from matrixtitan.fsdp.transports import Transport as Mover
 from matrixtitan.mesh import World, init_world
 from matrixtitan.parallelize import model_specs
@@ -73,7 +73,9 @@ class Moved(NamedTuple):
 
 
 def move(transport: Mover, direction: Direction, shares: Sequence[int], wire: WireCounter) -> Moved:
-    pieces = [Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share]
+    pieces = [
+        OwnedTensor(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+    ]
     dist.barrier()
     sent, received, start = wire.sent() or 0, wire.received() or 0, time.perf_counter()
     for work in getattr(transport, direction)(pieces):
@@ -143,7 +145,9 @@ def hidden(transport: Mover, direction: Direction, shares: Sequence[int], rounds
 
     def moving(count: int) -> None:
         pieces = [
-            Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+            OwnedTensor(owner, torch.ones(share // 4))
+            for owner, share in enumerate(shares)
+            if share
         ]
         works = getattr(transport, direction)(pieces)
         compute(count)
