@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from matrixtitan.assemble import assemble
 from matrixtitan.checkpoint import Checkpointer, TrainState
@@ -275,7 +276,8 @@ class Trainer:
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
-                self.strategy.step(self.optimizers)
+                with record_function("optimizer::step"):
+                    self.strategy.step(self.optimizers)
                 self._consecutive_skips = 0
             else:
                 self._on_nonfinite(step, loss, grad_norm)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
-from matrixtitan.fsdp.transports import Piece, Transport, runtime_class
+from matrixtitan.fsdp.transports import OwnedTensor, Transport, runtime_class
 from matrixtitan.mesh import World, init_world
 from matrixtitan.parallelize import model_specs
 from matrixtitan.plan.cost import unit_shares
@@ -74,7 +74,9 @@ class Moved(NamedTuple):
 def move(
     transport: Transport, direction: Direction, shares: Sequence[int], wire: WireCounter
 ) -> Moved:
-    pieces = [Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share]
+    pieces = [
+        OwnedTensor(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+    ]
     dist.barrier()
     sent, received, start = wire.sent() or 0, wire.received() or 0, time.perf_counter()
     for work in getattr(transport, direction)(pieces):
@@ -144,7 +146,9 @@ def hidden(transport: Transport, direction: Direction, shares: Sequence[int], ro
 
     def moving(count: int) -> None:
         pieces = [
-            Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+            OwnedTensor(owner, torch.ones(share // 4))
+            for owner, share in enumerate(shares)
+            if share
         ]
         works = getattr(transport, direction)(pieces)
         compute(count)

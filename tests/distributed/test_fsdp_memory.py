@@ -82,10 +82,10 @@ class FullGradients:
             reduction = self._start_reduce(unit)
             refs = self.of_units.setdefault(unit.name, [])
             owned = set()
-            for piece in reduction._pieces:
-                refs.append(weak(piece.tensor))
-                whole = piece.tensor.nbytes == piece.tensor.untyped_storage().nbytes()
-                if piece.owner == self._sharded.rank and whole:
+            for moved in reduction._reduced:
+                refs.append(weak(moved.tensor))
+                whole = moved.tensor.nbytes == moved.tensor.untyped_storage().nbytes()
+                if moved.owner == self._sharded.rank and whole:
                     owned.add(refs[-1][0].cdata)
             self.of_units[unit.name] = [ref for ref in refs if ref[0].cdata not in owned]
             self.look()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from matrixtitan.config import ConfigError, load_config
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, Transport, transport_class
+from matrixtitan.fsdp.transports import OwnedTensor, Transport, transport_class
 from matrixtitan.plan.transports import (
     TRANSPORTS,
     BusiestBytes,
@@ -33,13 +33,13 @@ class Mailbox(Transport):
     name = NAME
     moved = 0
 
-    def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
+    def unshard(self, pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
         for owner, tensor in pieces:
             dist.broadcast(tensor, group=self.group, group_src=owner)
             Mailbox.moved += 1
         return ()
 
-    def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
+    def reduce(self, pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
         for owner, tensor in pieces:
             dist.reduce(tensor, group=self.group, group_dst=owner)
             Mailbox.moved += 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from matrixtitan.fsdp import transports
 from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, runtime_class
+from matrixtitan.fsdp.transports import OwnedTensor, runtime_class
 from matrixtitan.plan.transports import TRANSPORTS
 from tests.lib.distributed import run_distributed
 
@@ -51,11 +51,11 @@ def move(
         for index, (owner, numel) in enumerate(sizes):
             owner %= world
             full = content(index, numel, owner).to(device, dtype)
-            piece = Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))
+            piece = OwnedTensor(owner, full.clone() if rank == owner else torch.zeros_like(full))
             weights.append((full, piece))
             total = sum(content(index, numel, other) for other in range(world))
             mine = content(index, numel, rank).to(device, dtype)
-            gradients.append((total.to(device, dtype), Piece(owner, mine)))  # type: ignore[union-attr]
+            gradients.append((total.to(device, dtype), OwnedTensor(owner, mine)))  # type: ignore[union-attr]
         works += weights_way.unshard([piece for _, piece in weights])
         works += gradients_way.reduce([piece for _, piece in gradients])
         gathered += weights
@@ -126,7 +126,7 @@ def sends_in_flight() -> int:
         return Watched(isend(*args, **kwargs))
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = [Piece(owner, torch.full((1000,), float(rank))) for owner in range(world)]
+    pieces = [OwnedTensor(owner, torch.full((1000,), float(rank))) for owner in range(world)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counted)
         for work in transport.unshard(pieces):
@@ -156,7 +156,7 @@ def sent_ahead(direction: str) -> int:
             work
             for _ in range(count)
             for work in getattr(transport, direction)(
-                [Piece(owner, torch.ones(100)) for owner in range(world)]
+                [OwnedTensor(owner, torch.ones(100)) for owner in range(world)]
             )
         ]
 
@@ -201,7 +201,9 @@ def reduce_irrational(name: str) -> torch.Tensor:
     transport = runtime_class(name)(dist.new_group())
     torch.manual_seed(dist.get_rank())
     tensors = [torch.randn(5000) for _ in range(dist.get_world_size())]
-    for work in transport.reduce([Piece(owner, tensor) for owner, tensor in enumerate(tensors)]):
+    for work in transport.reduce(
+        [OwnedTensor(owner, tensor) for owner, tensor in enumerate(tensors)]
+    ):
         work.wait()
     transport.close()
     return tensors[dist.get_rank()]
@@ -218,7 +220,7 @@ def die_in_the_middle(name: str) -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         raise SystemExit("gone")
-    for work in transport.unshard([Piece(1, torch.zeros(1000))]):
+    for work in transport.unshard([OwnedTensor(1, torch.zeros(1000))]):
         work.wait()
 
 
@@ -245,5 +247,7 @@ def test_a_launch_on_nccl_is_asynchronous(call: str, monkeypatch: pytest.MonkeyP
     transport = object.__new__(runtime_class("grouped"))
     transport.group, transport.on_nccl, transport._pair = None, True, None  # type: ignore[attr-defined]
     move_all = transport.unshard if call == "broadcast" else transport.reduce
-    assert move_all([Piece(0, torch.ones(3)), Piece(1, torch.ones(2))]) == ["the launch"]
+    assert move_all([OwnedTensor(0, torch.ones(3)), OwnedTensor(1, torch.ones(2))]) == [
+        "the launch"
+    ]
     assert all(keys["async_op"] for keys in issued)
