@@ -24,7 +24,6 @@ from matrixtitan.plan.cost import FIRST_RESTART, RESTART_EVERY  # which prices t
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Arithmetic = Literal["fused", "separate"]
 Product = Callable[..., Tensor]
 
 QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
@@ -53,10 +52,8 @@ STRIP_PADDING = 16
 class NewtonSchulz:
     """How to orthogonalise. `coefficients` holds one (a, b, c) per step; X becomes a X + (b A + c A^2) X, A = X X^T.
 
-    `norm_margin` multiplies the Frobenius norm that the input is divided by. `arithmetic` is the order of rounding:
-    "fused" is torch.optim.Muon's (one rounding per addmm), "separate" that of KellerJordan/Muon (one per operation,
-    standard form only); it matters in bfloat16. With `batch` off every matrix is multiplied alone, so results do not
-    depend on what else a rank owns, to the bit.
+    `norm_margin` multiplies the Frobenius norm that the input is divided by. With `batch` off every matrix is
+    multiplied alone, so results do not depend on what else a rank owns, to the bit.
     """
 
     coefficients: tuple[Triple, ...] = (QUINTIC,) * 5
@@ -64,21 +61,15 @@ class NewtonSchulz:
     norm_margin: float = 1.0
     dtype: Dtype = "auto"
     form: Form = "auto"
-    arithmetic: Arithmetic = "fused"
     batch: bool = True
 
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("ns_dtype", self.dtype, get_args(Dtype)),
             ("ns_form", self.form, get_args(Form)),
-            ("ns_arithmetic", self.arithmetic, get_args(Arithmetic)),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
-        if self.arithmetic == "separate" and self.form == "gram":
-            raise ValueError(
-                'ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"'
-            )
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """float32 on the CPU, where bfloat16 products are up to 100 times slower; bfloat16 elsewhere."""
@@ -94,7 +85,6 @@ def make_newton_schulz(
     eps: float = 1e-7,
     dtype: Dtype = "auto",
     form: Form = "auto",
-    arithmetic: Arithmetic = "fused",
     batch: bool = True,
 ) -> NewtonSchulz:
     """Settings from what a user writes: a set's name, one triple for every step, or a list of triples, one per step.
@@ -108,7 +98,7 @@ def make_newton_schulz(
     if not isinstance(coefficients, str) and len(triples) > steps:
         raise ValueError(f"ns_coefficients holds {len(triples)} triples for ns_steps {steps}")
     padded = (triples + triples[-1:] * steps)[:steps]
-    return NewtonSchulz(padded, eps, margin, dtype, form, arithmetic, batch)
+    return NewtonSchulz(padded, eps, margin, dtype, form, batch)
 
 
 def _triples(coefficients: str | Sequence[float] | Sequence[Sequence[float]]) -> tuple[Triple, ...]:
@@ -153,10 +143,7 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    if settings.arithmetic == "separate":
-        x = _standard_separate(x, settings)
-    else:
-        x = _iterate(x, settings, choose_form(x, settings.form))
+    x = _iterate(x, settings, choose_form(x, settings.form))
     return x.mT if tall else x
 
 
@@ -389,13 +376,3 @@ def symmetric_product(
             )
         out[:top, top:end].copy_(strip[:, :top].mT)
     return out
-
-
-def _standard_separate(x: Tensor, settings: NewtonSchulz) -> Tensor:
-    """The standard form with one rounding per operation."""
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * settings.norm_margin + settings.eps)
-    for a, b, c in settings.coefficients:
-        gram = x @ x.mT
-        update = b * gram + c * gram @ gram
-        x = a * x + update @ x
-    return x

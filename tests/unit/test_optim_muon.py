@@ -180,7 +180,6 @@ def test_state_dict_round_trip_continues_the_trajectory() -> None:
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
         ({"ns_dtype": "float16"}, "ns_dtype"),
         ({"ns_form": "fast"}, "ns_form"),
-        ({"ns_form": "gram", "ns_arithmetic": "separate"}, "standard"),
         ({"block_rows": 3}, "block_rows 3 does not divide its 4 rows"),
         ({"block_rows": 0}, "block_rows is 0"),
         ({"block_rows": 2.0}, "block_rows is 2.0"),
