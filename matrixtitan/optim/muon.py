@@ -47,7 +47,6 @@ class Muon(MatrixOptimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
-        eps: float = 1e-7,
         scale: Scale = "original",
         ns_dtype: Dtype = "auto",
         ns_form: Form = "auto",
@@ -63,7 +62,6 @@ class Muon(MatrixOptimizer):
                 "nesterov": nesterov,
                 "ns_steps": ns_steps,
                 "ns_coefficients": ns_coefficients,
-                "eps": eps,
                 "scale": scale,
                 "ns_dtype": ns_dtype,
                 "ns_form": ns_form,
@@ -74,7 +72,6 @@ class Muon(MatrixOptimizer):
 
     def check_group(self, group: ParamGroup) -> None:
         check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
-        check_range("eps", group["eps"], 0.0)
         learning_rate_scale(group["scale"], 1, 1)
         newton_schulz_of(group)
 
@@ -121,7 +118,6 @@ def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
     return make_newton_schulz(
         group["ns_coefficients"],
         group["ns_steps"],
-        eps=group["eps"],
         dtype=group["ns_dtype"],
         form=group["ns_form"],
         batch=group["batch"],

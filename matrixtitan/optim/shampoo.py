@@ -21,6 +21,7 @@ from matrixtitan.optim.matrix_optimizer import (
     named_params,
 )
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
+from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
 
 INVERSE_ROOT = 4
@@ -228,8 +229,8 @@ def _direction(
         root_left, root_right = state[f"left_root{tile.suffix}"], state[f"right_root{tile.suffix}"]
         preconditioned = root_left @ tile.of(average) @ root_right
         if grafted is not None:
-            norms = torch.linalg.matrix_norm(preconditioned, keepdim=True) + 1e-16
-            preconditioned *= torch.linalg.matrix_norm(tile.of(grafted), keepdim=True) / norms
+            norms = torch.linalg.matrix_norm(tile.of(grafted), keepdim=True)
+            preconditioned = normalize(preconditioned).mul_(norms)
         tile.of(direction).copy_(preconditioned)
     return direction
 
