@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices, check_range
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices
 from matrixtitan.optim.newton_schulz import (
-    Arithmetic,
     Dtype,
     Form,
     NewtonSchulz,
@@ -36,8 +35,8 @@ class Muon(MatrixOptimizer):
 
     `scale`: "original" sqrt(max(1, R/C)), "match_rms_adamw" 0.2 sqrt(max(R, C)) (https://arxiv.org/abs/2502.16982),
     "spectral" sqrt(R/C) (https://arxiv.org/abs/2310.17813); R and C are those of the matrix that is orthogonalised:
-    a slice of a stack, or a block where the group has `block_rows`. For `ns_coefficients`, `ns_dtype`, `ns_form`,
-    `ns_arithmetic` and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that cannot be.
+    a slice of a stack, or a block where the group has `block_rows`. For `ns_coefficients`, `ns_dtype`, `ns_form`
+    and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that cannot be.
     """
 
     def __init__(
@@ -49,11 +48,9 @@ class Muon(MatrixOptimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
-        eps: float = 1e-7,
         scale: Scale = "original",
         ns_dtype: Dtype = "auto",
         ns_form: Form = "auto",
-        ns_arithmetic: Arithmetic = "fused",
         batch: bool = True,
         block_rows: int | None = None,
     ) -> None:
@@ -66,11 +63,9 @@ class Muon(MatrixOptimizer):
                 "nesterov": nesterov,
                 "ns_steps": ns_steps,
                 "ns_coefficients": ns_coefficients,
-                "eps": eps,
                 "scale": scale,
                 "ns_dtype": ns_dtype,
                 "ns_form": ns_form,
-                "ns_arithmetic": ns_arithmetic,
                 "batch": batch,
                 "block_rows": block_rows,
             },
@@ -78,7 +73,6 @@ class Muon(MatrixOptimizer):
 
     def check_group(self, group: ParamGroup) -> None:
         MuonRule(momentum=group["momentum"], scale=group["scale"]).require()
-        check_range("eps", group["eps"], 0.0)
         newton_schulz_of(group)
 
     def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
@@ -124,10 +118,8 @@ def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
     return make_newton_schulz(
         group["ns_coefficients"],
         group["ns_steps"],
-        eps=group["eps"],
         dtype=group["ns_dtype"],
         form=group["ns_form"],
-        arithmetic=group["ns_arithmetic"],
         batch=group["batch"],
     )
 
@@ -138,9 +130,4 @@ def _apply(param: Tensor, update: Tensor, group: ParamGroup) -> None:
     scale = learning_rate_scale(group["scale"], *update.shape[-2:])
     if group["weight_decay"]:
         param.mul_(1 - lr * group["weight_decay"])
-    if (
-        group["ns_arithmetic"] == "separate"
-    ):  # KellerJordan/Muon scales the update in the iteration's dtype
-        param.add_(update.mul_(scale).view_as(param), alpha=-lr)
-    else:
-        param.add_(update.reshape(param.shape), alpha=-(lr * scale))
+    param.add_(update.reshape(param.shape), alpha=-(lr * scale))

@@ -24,7 +24,6 @@ from matrixtitan.plan.cost import FIRST_RESTART, RESTART_EVERY  # which prices t
 Triple = tuple[float, float, float]
 Form = Literal["auto", "standard", "gram"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Arithmetic = Literal["fused", "separate"]
 Product = Callable[..., Tensor]
 
 QUINTIC: Triple = (3.4445, -4.7750, 2.0315)
@@ -45,6 +44,15 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
 POLAR_EXPRESS_SAFETY = 1.01
 """Each polynomial but the last is stretched by it, so that a value rounded above 1 is not thrown out of range."""
 
+SAFE_NORMS = (2.0**-33, 2.0**50)
+"""A float32 norm between them is right: no square overflows, and squares that underflow are too small to count."""
+
+EXPONENT_BITS = 0x7F800000
+"""Those of float32. Alone, they are the largest power of two that is not above a positive number."""
+
+SMALLEST_SCALED_NORM = 2.0**-24
+"""Below the norm of any matrix but zero whose largest element was divided by its power of two."""
+
 STRIP_PADDING = 16
 """Elements between the rows of a product that is computed in strips: one cache line in float32."""
 
@@ -53,32 +61,23 @@ STRIP_PADDING = 16
 class NewtonSchulz:
     """How to orthogonalise. `coefficients` holds one (a, b, c) per step; X becomes a X + (b A + c A^2) X, A = X X^T.
 
-    `norm_margin` multiplies the Frobenius norm that the input is divided by. `arithmetic` is the order of rounding:
-    "fused" is torch.optim.Muon's (one rounding per addmm), "separate" that of KellerJordan/Muon (one per operation,
-    standard form only); it matters in bfloat16. With `batch` off every matrix is multiplied alone, so results do not
-    depend on what else a rank owns, to the bit.
+    `norm_margin` multiplies the Frobenius norm that the input is divided by. With `batch` off every matrix is
+    multiplied alone, so results do not depend on what else a rank owns, to the bit.
     """
 
     coefficients: tuple[Triple, ...] = (QUINTIC,) * 5
-    eps: float = 1e-7
     norm_margin: float = 1.0
     dtype: Dtype = "auto"
     form: Form = "auto"
-    arithmetic: Arithmetic = "fused"
     batch: bool = True
 
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("ns_dtype", self.dtype, get_args(Dtype)),
             ("ns_form", self.form, get_args(Form)),
-            ("ns_arithmetic", self.arithmetic, get_args(Arithmetic)),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
-        if self.arithmetic == "separate" and self.form == "gram":
-            raise ValueError(
-                'ns_arithmetic "separate" exists for the standard form only: set ns_form to "standard"'
-            )
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
         """float32 on the CPU, where bfloat16 products are up to 100 times slower; bfloat16 elsewhere."""
@@ -91,10 +90,8 @@ def make_newton_schulz(
     coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
     steps: int = 5,
     *,
-    eps: float = 1e-7,
     dtype: Dtype = "auto",
     form: Form = "auto",
-    arithmetic: Arithmetic = "fused",
     batch: bool = True,
 ) -> NewtonSchulz:
     """Settings from what a user writes: a set's name, one triple for every step, or a list of triples, one per step.
@@ -108,7 +105,7 @@ def make_newton_schulz(
     if not isinstance(coefficients, str) and len(triples) > steps:
         raise ValueError(f"ns_coefficients holds {len(triples)} triples for ns_steps {steps}")
     padded = (triples + triples[-1:] * steps)[:steps]
-    return NewtonSchulz(padded, eps, margin, dtype, form, arithmetic, batch)
+    return NewtonSchulz(padded, margin, dtype, form, batch)
 
 
 def _triples(coefficients: str | Sequence[float] | Sequence[Sequence[float]]) -> tuple[Triple, ...]:
@@ -153,10 +150,7 @@ def orthogonalize_one(matrix: Tensor, settings: NewtonSchulz) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    if settings.arithmetic == "separate":
-        x = _standard_separate(x, settings)
-    else:
-        x = _iterate(x, settings, choose_form(x, settings.form))
+    x = _iterate(x, settings, choose_form(x, settings.form))
     return x.mT if tall else x
 
 
@@ -261,22 +255,37 @@ def batch_size(shape: Sequence[int], device: torch.device) -> int:
     return max(1, limit // max(1, rows * cols))
 
 
-def _normalize(x: Tensor, settings: NewtonSchulz) -> Tensor:
-    """x over its Frobenius norm, which bounds the spectral norm by 1."""
+def normalize(x: Tensor, margin: float = 1.0) -> Tensor:
+    """x (..., R, C) over `margin` times the Frobenius norm of each matrix, which bounds its spectral norm by 1.
+
+    The result is the same for any positive factor of a matrix; zeros stay zeros. Squares leave float32's range long
+    before the elements do, so a matrix is first divided by the power of two next to its largest element. That division
+    is exact: wherever x / norm(x) works, the result is bitwise identical to it. On CPUs the common case is spared the
+    extra passes; on GPUs reading the norm would wait for the device.
+    """
+    size = _frobenius_norm(x)
+    if x.is_cpu and all(SAFE_NORMS[0] < s < SAFE_NORMS[1] for s in size.flatten().tolist()):
+        return x / size.mul_(margin)
+    largest = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True).float()
+    power = (largest.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    x = x / power.clamp_min_(torch.finfo(torch.float32).tiny).to(x.dtype)
+    size = _frobenius_norm(x).mul_(margin)
+    return x.div_(size.clamp_min_(SMALLEST_SCALED_NORM))
+
+
+def _frobenius_norm(x: Tensor) -> Tensor:
+    """The norm of x (R, C), or norms (..., 1, 1) of x (..., R, C)."""
     norm = torch.linalg.vector_norm
-    size = norm(x) if x.ndim == 2 else norm(x, dim=(-2, -1), keepdim=True)  # faster without dims
-    if settings.norm_margin != 1.0:
-        size.mul_(settings.norm_margin)
-    return x / size.clamp_min_(settings.eps)
+    return norm(x) if x.ndim == 2 else norm(x, dim=(-2, -1), keepdim=True)  # faster without dims
 
 
 def _iterate(x: Tensor, settings: NewtonSchulz, choice: FormChoice) -> Tensor:
     """All steps on x (..., R, C), R <= C, normalised first; no caller keeps the normalised copy alive."""
     steps = settings.coefficients
     if choice.form == "standard" and not (choice.wide_depth or choice.depth or choice.onednn):
-        return _standard(_normalize(x, settings), steps)
+        return _standard(normalize(x, settings.norm_margin), steps)
     chunks = _chunks(steps) if choice.form == "gram" else [[triple] for triple in steps]
-    return _by_gram(_normalize(x, settings), chunks, choice)
+    return _by_gram(normalize(x, settings.norm_margin), chunks, choice)
 
 
 def _standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
@@ -389,13 +398,3 @@ def symmetric_product(
             )
         out[:top, top:end].copy_(strip[:, :top].mT)
     return out
-
-
-def _standard_separate(x: Tensor, settings: NewtonSchulz) -> Tensor:
-    """The standard form with one rounding per operation."""
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) * settings.norm_margin + settings.eps)
-    for a, b, c in settings.coefficients:
-        gram = x @ x.mT
-        update = b * gram + c * gram @ gram
-        x = a * x + update @ x
-    return x

@@ -19,6 +19,7 @@ from matrixtitan.optim.matrix_optimizer import (
     named_params,
 )
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
+from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
 from matrixtitan.rules.base import Shape, StateSpec
 from matrixtitan.rules.shampoo import ShampooRule, Tile, shampoo_state, tiles
@@ -203,8 +204,8 @@ def _direction(
         root_left, root_right = state[f"left_root{tile.suffix}"], state[f"right_root{tile.suffix}"]
         preconditioned = root_left @ _block(average, tile) @ root_right
         if grafted is not None:
-            norms = torch.linalg.matrix_norm(preconditioned, keepdim=True) + 1e-16
-            preconditioned *= torch.linalg.matrix_norm(_block(grafted, tile), keepdim=True) / norms
+            norms = torch.linalg.matrix_norm(_block(grafted, tile), keepdim=True)
+            preconditioned = normalize(preconditioned).mul_(norms)
         _block(direction, tile).copy_(preconditioned)
     return direction
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.optim.matrix_roots import DecompositionError, eigenbasis, refine_eigenbasis
+from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
 from matrixtitan.rules.base import Shape, StateSpec
 from matrixtitan.rules.soap import SOAPRule, soap_state
@@ -154,7 +155,7 @@ def _adam_step(
     direction = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(group["eps"])
     update = _project_back(direction, state)
     if group["normalize_grads"]:
-        update = update / (update.square().mean(dim=(-2, -1), keepdim=True).sqrt() + 1e-30)
+        update = normalize(update).mul_(sqrt(update.size(-2) * update.size(-1)))
     step_size = lr * sqrt(1 - beta2**step) / (1 - beta1**step) if group["correct_bias"] else lr
     param.add_(update, alpha=-step_size)
     if group["weight_decay"]:
