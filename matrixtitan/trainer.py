@@ -100,7 +100,9 @@ class Trainer:
         self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
         # Data: tokenised here unless it was before, and only now that the model is known to work
-        sources = self._everywhere(lambda: open_sources(config.data, self.tokenizer))
+        sources = self._everywhere(
+            lambda: open_sources(config.data, self.tokenizer), "tokenise data.sources"
+        )
         data_stream = stream_fingerprint(config, self.tokenizer, sources)
         self._agree_on(data_stream)
 
@@ -149,10 +151,11 @@ class Trainer:
                     f"job.dump_folder cannot be made or written: {error}; set it to a folder that can be"
                 ) from error
 
-    def _everywhere(self, act: Callable[[], T]) -> T:
+    def _everywhere(self, act: Callable[[], T], long_work: str = "") -> T:
         """Collective: what `act` returns here. A mistake that any rank finds in it is raised on all.
 
-        Otherwise the ranks that find none would wait for those that left, and fail in a collective in turn.
+        Otherwise the ranks that find none would wait for those that left, and fail in a collective in
+        turn. `long_work`: what `act` does, if that may take one rank longer than a collective may take.
         """
         mistake: Exception | None = None
         try:
@@ -161,6 +164,8 @@ class Trainer:
             if not is_mistake(error):
                 raise
             mistake = error
+        if long_work:
+            self.world.wait_for_all(long_work)
         found = self.world.gather_objects(None if mistake is None else str(mistake))
         if mistake is not None:
             raise mistake

@@ -97,7 +97,8 @@ def _missing_files(config: Config) -> Iterator[str]:
     for index, source in enumerate(config.data.sources):
         for path in source.path:
             file = Path(path).expanduser()
-            if not (file.exists() or glob.glob(str(file), recursive=True)):
+            # the first match only: loops of symbolic links give it more than can be listed
+            if not (file.exists() or any(glob.iglob(str(file), recursive=True))):
                 yield (
                     f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} "
                     f"files there, or set the key to a file, folder or glob. {_EMBEDDED}"

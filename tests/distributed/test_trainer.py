@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from matrixtitan import mesh
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.curves import read_curves
+from matrixtitan.data import prepare
 from matrixtitan.data.tokenizer import EMBEDDED_PATH
 from matrixtitan.log import get_logger
 from matrixtitan.trainer import NonFiniteError, Trainer
@@ -654,6 +657,50 @@ def test_ranks_that_read_other_text_are_told_at_start(corpus: Path, tmp_path: Pa
     configs = [config_for(corpus, tmp_path / "0"), config_for(other, tmp_path / "1")]
     for message in run_distributed(train_on_own_text, 2, configs):
         assert "ranks [1] read other text than rank 0 (contents: " in message
+
+
+def start_while_rank_1_tokenises(config: Config, init_timeout: int, folder: Path) -> list[str]:
+    """What this rank logs; rank 1, as on a machine of its own, has its cache late."""
+    mesh._WAIT_LOG_SECONDS = 1.0
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    get_logger().addHandler(handler)
+    get_logger().setLevel(logging.INFO)
+    cache = folder / str(dist.get_rank())
+    data = dataclasses.replace(config.data, cache_dir=str(cache))
+    config = dataclasses.replace(config, data=data)
+    tokenize = prepare.tokenize
+
+    def slowly(*args: Any, **options: Any) -> prepare.Counts:
+        time.sleep((init_timeout + 3) * dist.get_rank())
+        return tokenize(*args, **options)
+
+    prepare.tokenize = slowly
+    dist.destroy_process_group()
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+        timeout=timedelta(seconds=init_timeout),
+    )
+    for _ in range(2):  # the second finds the cache
+        with Trainer(config) as trainer:
+            trainer.train()
+    return messages
+
+
+def test_a_rank_may_tokenise_for_longer_than_a_collective_may_take(
+    corpus: Path, tmp_path: Path
+) -> None:
+    config = config_for(corpus, tmp_path, training__steps=2)
+    first, second = run_distributed(start_while_rank_1_tokenises, 2, config, 2, tmp_path)
+    waits = [message for message in first if message.startswith("waiting")]
+    assert 2 <= len(waits) <= 5
+    assert set(waits) == {"waiting for ranks 1, which still tokenise data.sources"}
+    assert not [message for message in second if message.startswith("waiting")]
 
 
 def timeouts(config: Config) -> tuple[float, float]:

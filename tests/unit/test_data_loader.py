@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import pickle
 import resource
 import traceback
@@ -489,8 +490,11 @@ def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: 
         queue.put(traceback.format_exc())
 
 
-def test_more_shards_than_file_handles(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_more_shards_than_file_handles(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """600 prepared folders under `ulimit -n 256`: every window is read, with and without a worker."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds, for 600 files
     documents = [[number % 256, number // 256] * 8 for number in range(600)]
     for number, document in enumerate(documents):
         part = tmp_path / f"part-{number:03d}"
