@@ -41,6 +41,7 @@ from matrixtitan.mistakes import is_mistake
 from matrixtitan.optim.lr_schedule import LRSchedule
 from matrixtitan.profiler import Profiler
 from matrixtitan.ranks import split_batch
+from matrixtitan.stuck_weights import StuckWeights
 from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
@@ -119,6 +120,7 @@ class Trainer:
         )
         self.state = self.checkpointer.load() or TrainState()
         self._consecutive_skips = 0
+        self.stuck_weights = StuckWeights(config, self.strategy, self.state.step + 1)
         place = (config, sources, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
         self._closing.callback(self._stop_reading)
@@ -281,7 +283,7 @@ class Trainer:
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
-                with record_function("optimizer::step"):
+                with record_function("optimizer::step"), self.stuck_weights.watch(step):
                     self.strategy.step(self.optimizers)
                 self._consecutive_skips = 0
             else:

@@ -182,7 +182,9 @@ def test_the_trainer_warns_on_rank_0(
         model = build_model("llama3", "debug", vocab_size=4096, max_seq_len=128)
     mesh: Any = SimpleNamespace(ndim=1, size=lambda axis=None: ranks, get_rank=lambda: rank)
     monkeypatch.setattr(
-        parallelize, "fully_shard", lambda *args, **keys: SimpleNamespace(model=model, close=None, plan=None)
+        parallelize,
+        "fully_shard",
+        lambda *args, **keys: SimpleNamespace(model=model, close=None, plan=None),
     )
     records: list[str] = []
     handler = logging.Handler()

@@ -24,6 +24,7 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.predict"},
     {"matrixtitan.parallelize"},
     {"matrixtitan.assemble"},
+    {"matrixtitan.stuck_weights"},
     {"matrixtitan.curves", "matrixtitan.metrics", "matrixtitan.profiler"},
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
