@@ -8,9 +8,10 @@ check read them from there. Imports nothing of the project and no torch. Next: `
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
@@ -107,11 +108,24 @@ def hints_of(cls: Any) -> dict[str, Any]:
     return {option.name: hints[option.name] for option in dataclasses.fields(cls)}
 
 
+def not_one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+    """What is wrong where `value` is none of `choices`."""
+    known = list(choices)
+    listed = ", ".join(map(repr, known))
+    return f"{name} is {value!r}; choose {listed}{did_you_mean(value, known)}"
+
+
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
+    """The end of a message: which of `choices` looks like `value`, if one does."""
+    near = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _type_problems(name: str, hint: Any, value: Any) -> Iterator[str]:
     """Types that a config's loader has checked before, and that other callers may get wrong."""
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal and value not in choices:
-        yield f"{name} is {value!r}; choose {', '.join(map(repr, choices))}"
+        yield not_one_of(name, value, choices)
     if hint is int and not isinstance(value, Integral):
         yield f"{name} is {value!r}; it must be a whole number"
 

@@ -21,7 +21,7 @@ from matrixtitan.config.checks import validate
 from matrixtitan.config.errors import ConfigError
 from matrixtitan.config.schema import Config, OptimizerConfig
 from matrixtitan.config.show import help_text, to_toml, type_name
-from matrixtitan.options import Options, hints_of
+from matrixtitan.options import Options, did_you_mean, hints_of, not_one_of
 from matrixtitan.rules import RULES
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "train_configs"
@@ -135,8 +135,8 @@ def _config_from(tables: Mapping[str, Any], where: Where) -> Config:
     built: dict[str, Any] = {}
     for section, table in tables.items():
         if section not in sections or not isinstance(table, Mapping):
-            near = _nearest(section, list(sections))
-            raise ConfigError(f"{where.of(section)}: unknown section [{section}]{near}")
+            hint = did_you_mean(section, sections)
+            raise ConfigError(f"{where.of(section)}: unknown section [{section}]{hint}")
         if section == "optimizer":
             built[section] = _optimizer_from(table, where)
         else:
@@ -177,8 +177,7 @@ def _from_table(cls: type[Any], table: Mapping[str, Any], prefix: str, where: Wh
         return cls(**values)
     except ValueError as error:
         full = f"{prefix}.{str(error).partition(' ')[0]}"
-        near = _nearest(str(values.get("name", "")), list(RULES))
-        raise ConfigError(f"{where.of(full)}: {prefix}.{error}{near}") from None
+        raise ConfigError(f"{where.of(full)}: {prefix}.{error}") from None
 
 
 def _convert(value: Any, hint: Any, name: str, where: Where) -> Any:
@@ -197,9 +196,7 @@ def _convert(value: Any, hint: Any, name: str, where: Where) -> Any:
     elif origin is Literal:
         if value in arguments:
             return value
-        options = ", ".join(repr(option) for option in arguments)
-        near = _nearest(str(value), list(arguments))
-        raise ConfigError(f"{where.of(name)}: {name} is {value!r}; choose {options}{near}")
+        raise ConfigError(f"{where.of(name)}: {not_one_of(name, value, arguments)}")
     elif origin is tuple:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         return tuple(
@@ -299,8 +296,3 @@ def _instead(name: str, keys: Sequence[str]) -> str:
     if near:
         return f"; did you mean {near[0]}?"
     return f"; there are {', '.join(keys)}" if keys else ""
-
-
-def _nearest(name: str, options: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from matrixtitan.options import Needs, Options, key
+from matrixtitan.options import Needs, Options, key, not_one_of
 from matrixtitan.plan.transports import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
@@ -186,7 +186,7 @@ class OptimizerConfig(Options):
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
-            raise ValueError(f"name is {self.name!r}; choose {', '.join(map(repr, RULES))}")
+            raise ValueError(not_one_of("name", self.name, RULES))
         rule = RULES[self.name]
         if type(self.rule) is rule:
             return
@@ -293,8 +293,7 @@ class ParallelismConfig(Options):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.transport not in ("auto", *TRANSPORTS):
-            names = ", ".join(map(repr, ("auto", *TRANSPORTS)))
-            yield f"transport is {self.transport!r}; choose {names}"
+            yield not_one_of("transport", self.transport, ("auto", *TRANSPORTS))
         if self.egress_cap and not 1 <= self.egress_cap < float("inf"):
             yield (
                 f"egress_cap is {self.egress_cap}; write 0 for no cap, or 1 (an even share) or more"

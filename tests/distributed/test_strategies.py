@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from typing import Any
@@ -266,8 +267,10 @@ def wrong_settings() -> list[str]:
     def build(**options: str) -> FSDP2:
         return FSDP2(nn.Module(), [], units=[], mesh=mesh, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
 
+    config = make_config("fsdp2_all_to_all")
+    soap = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="soap"))
     return [
-        message(lambda: Run(make_config("fsdp2_all_to_all", name="soap"))),
+        message(lambda: Run(soap)),
         message(lambda: build(transports="fast")),
         message(lambda: build(matrix_exchange="ring")),
         message(lambda: build(reshard_after_forward="sometimes")),

@@ -33,7 +33,7 @@ from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
 from matrixtitan.curves import read_curves
 from matrixtitan.data import prepare
-from matrixtitan.data.tokenizer import EMBEDDED_PATH
+from matrixtitan.data.tokenizer import EMBEDDED_PATH, mark_file
 from matrixtitan.log import get_logger
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
@@ -637,6 +637,7 @@ def fail_with_own_tokenizer(config: Config, folder: Path) -> str:
 def test_a_mistake_on_one_rank_is_raised_on_all(corpus: Path, tmp_path: Path) -> None:
     """A rank without it would else wait for the other one, and fail by a broken connection."""
     shutil.copy(EMBEDDED_PATH, tmp_path / "0.tiktoken")
+    shutil.copy(mark_file(EMBEDDED_PATH), mark_file(tmp_path / "0.tiktoken"))
     (tmp_path / "1.tiktoken").write_text("no ranks")
     config = config_for(corpus, tmp_path / "run")
     theirs, mine = run_distributed(fail_with_own_tokenizer, 2, config, tmp_path, timeout=30)
