@@ -1,8 +1,9 @@
-"""Activation checkpointing: which results of a block's forward are kept for backward, and which are computed again.
+"""Activation checkpointing: which activations are kept for backward, and which recomputed.
 
-Owns the policies none, selective (every Nth block, or by operator) and full. It replaces the instance attribute
-`block.forward` and wraps no module, so parameter names, hooks and checkpoints of weights never see it. Applied before
-`torch.compile`, which then traces through it. Next file: `parallelize.py`, the order of these steps.
+Owns the policies none, selective (every Nth block, or by operator) and full. They replace the
+instance attribute `block.forward` and wrap no module, so parameter names, hooks and checkpoints of
+weights do not change. Apply them before `torch.compile`, which then traces through them. Next file:
+`parallelize.py`, the order of these steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from matrixtitan.config import ActivationCheckpointConfig
+from models.base import LanguageModel
 
 _ATTENTION_OPS = frozenset(
     {
@@ -33,12 +35,15 @@ _ATTENTION_OPS = frozenset(
 )
 
 
-def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpointConfig) -> None:
-    """Replace `block.forward` in `model.layers` (a ModuleDict or ModuleList) as `config.mode` says.
+def apply_activation_checkpointing(
+    model: LanguageModel, config: ActivationCheckpointConfig
+) -> None:
+    """Replace `block.forward` of each block in `model.layers` as `config.mode` says.
 
-    "none": nothing. "full": a block keeps its input alone. "selective" with the option "op": a block
-    keeps attention's results and every second matrix product's, the ones that cost most to repeat;
-    with a number N: every Nth block as "full", the others not at all.
+    "none": no block is changed. "full": a block keeps only its input. "selective" with the option
+    "op": a block keeps the results of attention and of every second matrix product, because these
+    cost most to recompute. "selective" with a number N: every Nth block is treated as in "full",
+    the others as in "none".
     """
     config.require("activation_checkpoint.")
     if config.mode == "none":
@@ -50,25 +55,16 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
             forward = _selectively_checkpointed_forward
         else:
             every = int(config.selective_ac_option)
-    for index, block in enumerate(_blocks(model), start=1):
+    for index, block in enumerate(model.layers.values(), start=1):
         if "forward" in vars(block):
             raise RuntimeError(
                 f"the forward of block {index} is already replaced: apply activation checkpointing "
                 "once, and before torch.compile"
             )
         if index % every == 0:
-            # A bound method of one shared function, not a closure per block: torch.compile then
+            # Bound methods of one function, and not a closure per block, so that torch.compile
             # makes one graph for all blocks.
             block.forward = MethodType(forward, block)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    layers = model.layers
-    if isinstance(layers, nn.ModuleDict):
-        return list(layers.values())
-    if isinstance(layers, nn.ModuleList):
-        return list(layers)
-    raise ValueError(f"model.layers is a {type(layers).__name__}, not a ModuleDict or ModuleList")
 
 
 def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,10 +86,10 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 class _SaveCostlyOps:
-    """The policy of one call: it counts matrix products, in forward and again in recomputation."""
+    """The policy of one forward: counts matrix products, separately in the recomputation."""
 
     def __init__(self) -> None:
-        self._products = {False: 0, True: 0}  # by whether it is the recomputation
+        self._products = {False: 0, True: 0}  # by whether this is the recomputation
 
     def __call__(
         self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any

@@ -1,7 +1,7 @@
-"""From a config to what is trained: the model, its strategy with this rank's weights, its optimizers.
+"""From a config to a model that can be trained: the strategy with this rank's weights, optimizers.
 
-Owns the order of building. Trainer and benchmark both build here. Loads nothing and trains nothing. Next file:
-`parallelize.py`, where the strategy is chosen.
+Owns the order of building; the trainer and the benchmark both call it. Loads nothing and trains
+nothing. Next file: `parallelize.py`, where the strategy is chosen.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from matrixtitan.optim.build import Optimizers
 from matrixtitan.parallelize import dtype_of, parallelize
 from matrixtitan.strategies.base import DataParallel
 from models import build_model
-from models.llama import Llama
+from models.base import LanguageModel
 
 
 class Assembled(NamedTuple):
-    """`model` is the bare module; train through `strategy.model`, and close `strategy` at the end."""
+    """Train through `strategy.model`: `model` is the module inside. Close `strategy` at the end."""
 
-    model: Llama
+    model: LanguageModel
     strategy: DataParallel
     optimizers: Optimizers
 
 
 def assemble(config: Config, vocab_size: int, world: World) -> Assembled:
-    """Build on all ranks together. Weights have their initial values, those of `debug.seed`."""
-    with torch.device("meta"):  # shapes only: each rank allocates no more than its own part
+    """Collective. Builds the model with the initial weights that follow from `debug.seed`."""
+    with torch.device("meta"):  # shapes only: each rank then allocates no more than its own part
         model = build_model(
             config.model.name,
             config.model.flavor,

@@ -1,7 +1,9 @@
-"""From a model of shapes to a model that trains on all ranks: roles and plan, checkpointing, compile, strategy.
+"""From a model on the meta device to one that trains on all ranks.
 
-The one place where a strategy is chosen. Every strategy gets the same parameter roles, from the same patterns, so that
-all of them train with the same optimizers. Allocates nothing. Next file: `strategies/base.py`, what comes out.
+In order: parameter roles, activation checkpointing, torch.compile, strategy. A strategy is chosen
+only here. Every strategy gets the same parameter roles, from the same patterns, so that all
+strategies train with the same optimizers. Allocates nothing. Next file: `strategies/base.py`, the
+interface of a strategy.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ from matrixtitan.strategies.dry_run import DryRun
 from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
 from matrixtitan.strategies.zero1_owner import Zero1Owner
-from models.llama import Llama
+from models.base import LanguageModel
 
 logger = get_logger()
 
 
 def parallelize(
-    model: Llama, config: Config, mesh: DeviceMesh, device: torch.device
+    model: LanguageModel, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> DataParallel:
-    """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing.
+    """The strategy of the config around `model`, which is on the meta device in its stored dtype.
 
-    The strategy must be closed: it may have threads.
+    The caller closes the strategy, since it may have threads. ValueError for a pattern in the
+    config that matches no parameter.
     """
     check_patterns([name for name, _ in model.named_parameters()], config.optimizer)
     specs = model_specs(model, config)
@@ -51,15 +54,18 @@ def parallelize(
 
 
 def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
-    """Name of the unit that holds a parameter, as `fully_shard` names it."""
+    """Name of the unit that holds parameter `fqn`, as `fully_shard` names it."""
     for names in unit_names:
         if any(fqn.startswith(f"{name}.") for name in names):
             return "+".join(names)
     raise RuntimeError(f"{fqn} is in none of the model's units {list(unit_names)}")
 
 
-def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
-    """Role, unit and block rows of every parameter, in the model's order; patterns from model and config together."""
+def model_specs(model: LanguageModel, config: Config) -> list[ParamSpec]:
+    """Role, unit and block rows of every parameter, in the model's order.
+
+    The patterns of the model and of the config are both applied.
+    """
     units = model.unit_names()
     optimizer = config.optimizer
     return param_specs(
@@ -71,7 +77,7 @@ def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
 
 
 def plan_settings(config: Config) -> PlanSettings:
-    """What a plan's bytes and FLOPs depend on."""
+    """The settings that a plan's bytes and FLOPs depend on."""
     stored = dtype_of(config.training.dtype).itemsize
     return PlanSettings(
         rule=config.optimizer.rule,
@@ -83,21 +89,28 @@ def plan_settings(config: Config) -> PlanSettings:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that a config names."""
+    """The dtype of the config's text `name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch: write float32 or bfloat16")
+        raise ValueError(f"{name!r} is not a dtype of torch: write float32 or bfloat16")
     return dtype
 
 
-def compile_blocks(model: Llama) -> None:
-    """Compile each block's `forward`, not the module: hooks stay outside the graph and names stay as they are."""
+def compile_blocks(model: LanguageModel) -> None:
+    """Compile each block's `forward`, in place.
+
+    Compiling the module would draw its hooks into the graph and change parameter names.
+    """
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def _matrix_fsdp(
-    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+    model: LanguageModel,
+    specs: list[ParamSpec],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> DataParallel:
     parallelism = config.parallelism
     settings = plan_settings(config)
@@ -129,7 +142,11 @@ def _matrix_fsdp(
 
 
 def _fsdp2(
-    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+    model: LanguageModel,
+    specs: list[ParamSpec],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> DataParallel:
     parallelism = config.parallelism
     return FSDP2(
@@ -151,19 +168,31 @@ def _fsdp2(
 
 
 def _zero1_owner(
-    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+    model: LanguageModel,
+    specs: list[ParamSpec],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> DataParallel:
     return _replica(Zero1Owner, model, specs, config, device)
 
 
 def _ddp(
-    model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
+    model: LanguageModel,
+    specs: list[ParamSpec],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> DataParallel:
     return _replica(DDP, model, specs, config, device)
 
 
 def _replica(
-    kind: type[DDP], model: Llama, specs: list[ParamSpec], config: Config, device: torch.device
+    kind: type[DDP],
+    model: LanguageModel,
+    specs: list[ParamSpec],
+    config: Config,
+    device: torch.device,
 ) -> DataParallel:
     return kind(
         model,
@@ -185,7 +214,7 @@ def _init_timeout(config: Config) -> timedelta:
     return timedelta(seconds=config.comm.init_timeout_seconds)
 
 
-Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], DataParallel]
+Build = Callable[[LanguageModel, list[ParamSpec], Config, DeviceMesh, torch.device], DataParallel]
 
 BUILDERS: dict[str, Build] = {
     "matrix_fsdp": _matrix_fsdp,
@@ -193,4 +222,4 @@ BUILDERS: dict[str, Build] = {
     "zero1_owner": _zero1_owner,
     "ddp": _ddp,
 }
-"""What `parallelism.strategy` may name."""
+"""The strategies, by the name that `parallelism.strategy` takes."""

@@ -33,6 +33,7 @@ from matrixtitan.data.dataloader import (
     open_sources,
     stream_fingerprint,
 )
+from matrixtitan.data.dataset import IGNORE_INDEX
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
@@ -42,7 +43,6 @@ from matrixtitan.optim.lr_schedule import LRSchedule
 from matrixtitan.profiler import Profiler
 from matrixtitan.ranks import split_batch
 from matrixtitan.stuck_weights import StuckWeights
-from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
 T = TypeVar("T")

@@ -1,8 +1,7 @@
 """Llama between this repo's layout and Hugging Face's: names, order of Q and K rows, config.json.
 
-Owns the mapping of one tensor at a time, by pure functions, so that a converter streams: it reads
-and writes no file and holds no model. Every mapping only renames and reorders, so a round trip is
-exact to the bit in any dtype. Read `layers.py` for why Q and K rows differ.
+This module implements `base.HuggingFace` for the family. It reads and writes no file and holds no
+model. Read `layers.py` for the reason why Q and K rows differ.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from models.layers import RopeScaling
 from models.llama import LlamaFlavor
+
+MODEL_TYPE = "llama"
 
 _TOP_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -36,8 +37,9 @@ _TOP_FQNS = {name: fqn for fqn, name in _TOP_NAMES.items()}
 _LAYER_FQNS = {name: fqn for fqn, name in _LAYER_NAMES.items()}
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
-# Every key of config.json falls in one of the groups below, or is refused. Their meaning is that of transformers'
-# LlamaConfig and PreTrainedConfig, versions 4.28 to 5: https://huggingface.co/docs/transformers/model_doc/llama
+# Every key of config.json is in one of the groups below, or is refused. Their meaning is that of
+# transformers' LlamaConfig and PreTrainedConfig, versions 4.28 to 5:
+# https://huggingface.co/docs/transformers/model_doc/llama
 _REQUIRED = (
     "hidden_size",
     "num_hidden_layers",
@@ -78,7 +80,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
 }
-"""Keys that are not read, with the values under which the model is ours."""
+"""Keys that are not read, with the values that describe the model of `llama.py`."""
 _HARMLESS_BY_USE = {
     "where the file comes from, how it is to be loaded": (
         "_name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype "
@@ -87,15 +89,15 @@ _HARMLESS_BY_USE = {
     "training: initial values, regularisation, memory": (
         "initializer_range attention_dropout gradient_checkpointing"
     ),
-    "the same products in other pieces, a cache, the form of outputs": (
+    "how the same products are computed, a cache, the form of outputs": (
         "pretraining_tp chunk_size_feed_forward use_cache is_decoder output_attentions "
         "output_hidden_states return_dict use_return_dict torchscript use_bfloat16 tf_legacy_loss"
     ),
-    "text in and out; heads of other tasks, whose tensors are refused": (
+    "tokenizer; heads of other tasks, whose tensors are refused": (
         "pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix finetuning_task "
         "task_specific_params id2label label2id num_labels problem_type"
     ),
-    "generation, which older files keep here": (
+    "generation, which older versions wrote here": (
         "max_length min_length do_sample early_stopping num_beams num_beam_groups "
         "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
         "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
@@ -105,12 +107,12 @@ _HARMLESS_BY_USE = {
     ),
 }
 _HARMLESS = frozenset(" ".join(_HARMLESS_BY_USE.values()).split())
-"""Keys that change nothing of what the weights compute."""
+"""Keys that do not change what the model computes from its weights."""
 _ROTATED = ("attention.wq.weight", "attention.wk.weight")
 
 
 def hf_name(fqn: str) -> str:
-    """Hugging Face's name of parameter `fqn`. A tied model has no head.output.weight to ask for."""
+    """Hugging Face's name of parameter `fqn`. A tied model has no parameter head.output.weight."""
     name = _translate(fqn, r"layers\.(\d+)\.(.+)", "model.layers", _TOP_NAMES, _LAYER_NAMES)
     if name is None:
         raise ValueError(f"{fqn} is not a parameter of a Llama model")
@@ -118,7 +120,7 @@ def hf_name(fqn: str) -> str:
 
 
 def fqn_of(name: str) -> str:
-    """Our name of Hugging Face's tensor `name`."""
+    """Our name of Hugging Face's tensor `name`; ValueError if Llama has no such tensor."""
     fqn = _translate(name, r"model\.layers\.(\d+)\.(.+)", "layers", _TOP_FQNS, _LAYER_FQNS)
     if fqn is None:
         raise ValueError(
@@ -128,7 +130,7 @@ def fqn_of(name: str) -> str:
     return fqn
 
 
-def is_rotary_buffer(name: str) -> bool:
+def is_redundant(name: str) -> bool:
     """Whether `name` is the rotary table of an old checkpoint, which follows from config.json."""
     return _ROTARY_BUFFER.fullmatch(name) is not None
 
@@ -185,14 +187,15 @@ def to_hf_config(
 
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaFlavor:
-    """The flavor that a config.json describes; ValueError where this model cannot be that one.
+    """The flavor that config.json describes; ValueError if Llama cannot represent it.
 
-    A key that is neither read nor known to be harmless is refused, because it may change what the
-    model computes, and nothing after the conversion would show it.
+    A key that is neither read nor known to be harmless is refused: it may change what the model
+    computes, and nothing after the conversion would show the difference.
     """
-    if config.get("model_type") != "llama":  # first: other models' keys have other names
+    model_type = config.get("model_type")
+    if model_type != MODEL_TYPE:  # first, since the keys of other models have other names
         raise ValueError(
-            f"config.json: model_type is {config.get('model_type')!r}; only 'llama' can be converted"
+            f"config.json: model_type is {model_type!r}; only {MODEL_TYPE!r} can be converted"
         )
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
@@ -222,7 +225,10 @@ def _refuse_others(
     known: frozenset[str],
     prefix: str = "",
 ) -> None:
-    """ValueError, with key and value, unless every key is `known`, has a value in `only`, or is null (not set)."""
+    """ValueError, with key and value, for a key that is not known, not null and not in `only`.
+
+    A key in `only` must have one of the values listed there; null means that it is not set.
+    """
     for key, value in table.items():
         if value is None or key in known or value in only.get(key, ()):
             continue
@@ -232,13 +238,13 @@ def _refuse_others(
                 f"config.json: {prefix}{key} is {value!r}; only {wanted} can be converted"
             )
         raise ValueError(
-            f"config.json: {prefix}{key} is {value!r}, a key that is not known here and may change what the model "
-            "computes. If it does not, remove it from config.json"
+            f"config.json: {prefix}{key} is {value!r}, a key that is not known here and may change "
+            "what the model computes. If it does not, remove it from config.json"
         )
 
 
 def _check_number(key: str, value: Any, kind: type[int] | type[float]) -> None:
-    """ValueError unless `value` is null or a positive number of that kind."""
+    """ValueError unless `value` is null or a positive, finite number of type `kind`."""
     number = isinstance(value, (int, kind)) and not isinstance(value, bool)
     if value is None or (number and 0 < value < float("inf")):
         return
@@ -247,7 +253,11 @@ def _check_number(key: str, value: Any, kind: type[int] | type[float]) -> None:
 
 
 def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """theta and scaling: transformers 5 writes one table, rope_parameters; before that there were two keys."""
+    """theta and scaling of the rotary positions.
+
+    transformers 5 writes one table, rope_parameters. Older versions write two keys, rope_theta and
+    rope_scaling.
+    """
     tables = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
     for key in tables:
         if not isinstance(config[key], Mapping):
@@ -260,7 +270,8 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )
     if kind not in ("default", "llama3"):
         raise ValueError(
-            f"config.json: {prefix}rope_type is {kind!r}; only 'default' and 'llama3' can be converted"
+            f"config.json: {prefix}rope_type is {kind!r}; only 'default' and 'llama3' can be "
+            "converted"
         )
     if len(tables) == 2:
         _one_value({key: dict(config[key]) for key in tables}, default=None)
@@ -280,14 +291,17 @@ def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         _check_number(prefix + key, table[key], int if key.startswith("original") else float)
     if table["high_freq_factor"] <= table["low_freq_factor"]:
         raise ValueError(
-            f"config.json: {prefix}high_freq_factor is {table['high_freq_factor']}; it must be above low_freq_factor, "
-            f"{table['low_freq_factor']}"
+            f"config.json: {prefix}high_freq_factor is {table['high_freq_factor']}; it must be "
+            f"above low_freq_factor, {table['low_freq_factor']}"
         )
     return float(theta), RopeScaling(*(table[key] for key in _LLAMA3_ROPE))
 
 
 def _one_value(named: Mapping[str, Any], default: Any) -> Any:
-    """The value that one or several keys give, null being none; ValueError if they differ."""
+    """The value that the keys in `named` agree on, or `default` if all are null.
+
+    ValueError if two keys give different values.
+    """
     given = {key: value for key, value in named.items() if value is not None}
     first, *others = given.values() or [default]
     if any(other != first for other in others):

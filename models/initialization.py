@@ -1,8 +1,8 @@
-"""Initial values by rows: any rank can make its own rows, no rank makes the whole parameter.
+"""Initial values by rows: any rank can draw its own rows, and no rank draws the whole parameter.
 
-Owns the split of a parameter into row blocks and the generator of each. A row's values follow from
-(seed, fqn, row) alone: the number of ranks, the plan and the device never enter. Which distribution
-a parameter gets is its model's business: read `llama.py` next.
+Owns the split of a parameter into row blocks and the generator of each block. A row's values follow
+from (seed, fqn, row) alone, whatever the number of ranks, the plan and the device. The model
+chooses each parameter's distribution: read `llama.py` next.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Part of what a seed means: another number gives another model for the same seed.
+# Another number gives other initial values for the same seed.
 ROWS_PER_BLOCK = 256
 
 
 class Normal(NamedTuple):
-    """Mean 0, standard deviation `std`, cut off at `cutoff` deviations where that is given."""
+    """Mean 0, standard deviation `std`; truncated at `cutoff` deviations, None: not truncated."""
 
     std: float
     cutoff: float | None = 3.0
@@ -30,8 +30,9 @@ def fill_rows(
 ) -> None:
     """Write rows [start, start + len(out)) of parameter `fqn` into `out`, in place.
 
-    Drawn on the CPU in float32, one block of ROWS_PER_BLOCK rows at a time, then cast to `out`'s
-    dtype and device, so every split of the rows, dtype and device starts from the same numbers.
+    Values are drawn on the CPU in float32, one block of ROWS_PER_BLOCK rows at a time, and then
+    cast to `out`'s dtype and device. So they are the same for every split of the rows and every
+    device, and for every dtype up to rounding.
     """
     stop = start + out.shape[0]
     if start < 0 or stop > full_shape[0] or tuple(out.shape[1:]) != tuple(full_shape[1:]):
@@ -56,7 +57,7 @@ def _draw_block(
     values = torch.empty(rows, *full_shape[1:], dtype=torch.float32, device="cpu")
     if normal.cutoff is None:
         return values.normal_(0.0, normal.std, generator=generator)
-    # The inverse of the distribution function, on the part of (-1, 1) that the cut leaves.
+    # The inverse of the normal distribution function, on the part of (-1, 1) inside the cutoff.
     bound = math.erf(normal.cutoff / math.sqrt(2.0))
     values.uniform_(-bound, bound, generator=generator)
     return values.erfinv_().mul_(normal.std * math.sqrt(2.0))

@@ -1,12 +1,12 @@
 """The transformer block of Llama 3: rotary positions, grouped-query attention, SwiGLU.
 
-Owns the layers' arithmetic, as plain nn.Module with one matrix per parameter. It never draws
-initial values (see `initialization.py`) and knows nothing of devices, sharding or losses. Read
+Owns the layers' arithmetic, as plain nn.Module with one matrix per parameter. Never draws initial
+values (see `initialization.py`) and knows nothing of devices, sharding or losses. Read
 `output_head.py` next, then `llama.py`.
 
-Rotary layout: element pairs (2i, 2i + 1) of a head turn together, as in Meta's own checkpoints;
-Hugging Face pairs (i, i + head_dim / 2) instead, so Q and K rows are permuted on the way there and
-back (`hf_llama.py`).
+Rotary layout: elements 2i and 2i + 1 of a head are rotated as a pair, as in Meta's own checkpoints.
+Hugging Face pairs elements i and i + head_dim / 2 instead, so `hf_llama.py` permutes the rows of Q
+and K in both directions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the slow rotations, for contexts longer than those first trained on.
+    """Llama 3.1's stretch of the slow rotations, for contexts longer than in the first training.
 
-    Wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched by `factor`,
-    those under `original_max_seq_len / high_freq_factor` are kept, and those between are blended
-    (arXiv:2407.21783, section 3.4.2).
+    Wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched by `factor`.
+    Wavelengths under `original_max_seq_len / high_freq_factor` are kept, and the wavelengths in
+    between are interpolated (arXiv:2407.21783, section 3.4.2).
     """
 
     factor: float = 8.0
@@ -40,9 +40,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     frequencies = 1.0 / theta**exponent  # (D/2,)
     if scaling is None:
         return frequencies
-    turns = (
-        scaling.original_max_seq_len * frequencies / (2 * math.pi)
-    )  # within the original context
+    # Rotations within the original context.
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
@@ -53,7 +52,7 @@ def rope_table(
 ) -> Tensor:
     """Cosines and sines of every position, (max_seq_len, 2, head_dim / 2) float32.
 
-    Computed on the CPU, then moved, so that every device has the same bits.
+    Computed on the CPU and then moved, so that it is bitwise identical on every device.
     """
     if device.type == "meta":
         return torch.empty(max_seq_len, 2, head_dim // 2, dtype=torch.float32, device=device)
@@ -63,7 +62,7 @@ def rope_table(
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn the pairs of x (B, T, H, D) by their positions' angles; table (T, 2, D/2) float32.
+    """Rotate the pairs of x (B, T, H, D) by their positions' angles; table (T, 2, D/2) float32.
 
     Computed in float32, returned in x's dtype.
     """
@@ -77,8 +76,8 @@ def apply_rope(x: Tensor, table: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: `n_heads` query heads share `n_kv_heads` key and value heads.
 
-    `rope` is a non-persistent buffer rather than an argument of forward: wrappers that cast a
-    module's inputs to a compute dtype would round its angles. The model gives all its blocks one
+    `rope` is a non-persistent buffer and not an argument of forward, because wrappers that cast a
+    module's inputs to a compute dtype would round the angles. All blocks of a model share one
     tensor.
     """
 
@@ -127,8 +126,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention, then pre-norm feed-forward, each added to the residual stream.
 
-    It does not know its depth: a compiler would otherwise make one graph per block instead of one
-    for all.
+    A block does not know its index: torch.compile would otherwise make a graph for each block
+    instead of one for all.
     """
 
     def __init__(

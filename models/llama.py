@@ -1,19 +1,21 @@
 """Llama 3 in all its sizes: embedding, blocks, output unit.
 
 Owns the flavors' shapes, the rule of initial values and the figures derived from shapes
-(parameters, FLOPs). It is built under `torch.device("meta")`: `init_rows` then fills any rows of
-any parameter and `init_buffers` the rotary table, or `init_weights` all of it on one device. It
-never shards, casts or trains. Read `layers.py` for the block and `output_head.py` for the loss.
+(parameters, FLOPs). Never shards, casts or trains. Read `base.py` for the contract of each method,
+`layers.py` for the block and `output_head.py` for the loss.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models.base import HuggingFace, LanguageModel
 from models.initialization import Normal, fill_rows
 from models.layers import RopeScaling, TransformerBlock, rope_table
 from models.output_head import OutputHead
@@ -46,9 +48,9 @@ class LlamaFlavor:
         return self.dim // self.n_heads
 
 
-# 1B is Llama 3.2's; 8B, 70B and 405B are Llama 3.1's; 32B has the proportions of its public
-# namesakes; 150M counts a vocabulary of about 50k; debug is for a laptop's cores;
-# bench and netlab are what tools/bench.py measures on one machine and on emulated hosts.
+# 1B is Llama 3.2's; 8B, 70B and 405B are Llama 3.1's. 32B has the proportions of the published
+# models of that size. 150M is counted with a vocabulary of about 50k. debug is for a laptop's
+# cores. tools/bench.py measures bench on one machine and netlab on emulated hosts.
 LLAMA3_FLAVORS: dict[str, LlamaFlavor] = {
     "debug": LlamaFlavor(128, 4, 4, 2, 384),
     "bench": LlamaFlavor(256, 6, 4, 4, 704),
@@ -64,27 +66,26 @@ LLAMA3_FLAVORS: dict[str, LlamaFlavor] = {
 }
 
 
-class Llama(nn.Module):
-    """A decoder-only transformer, token ids to summed cross-entropy or logits.
+class Llama(LanguageModel):
+    """The decoder-only transformer of Llama 3 (arXiv:2407.21783)."""
 
-    `tail_patterns` are the names of matrices that a matrix optimizer should leave to AdamW.
-    """
-
-    tail_patterns: tuple[str, ...]
+    flavors = LLAMA3_FLAVORS
+    published_vocab_size = 128256
 
     def __init__(
-        self, flavor: LlamaFlavor, *, vocab_size: int, max_seq_len: int, tie_embeddings: bool
+        self,
+        flavor: LlamaFlavor,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        tie_embeddings: bool | None = None,
     ) -> None:
-        super().__init__()
-        if vocab_size < 1 or max_seq_len < 1:
-            raise ValueError(
-                f"vocab_size and max_seq_len must be positive, got {vocab_size} and {max_seq_len}"
-            )
+        super().__init__(
+            flavor, vocab_size=vocab_size, max_seq_len=max_seq_len, tie_embeddings=tie_embeddings
+        )
         self.flavor = flavor
-        self.vocab_size = vocab_size
-        self.max_seq_len = max_seq_len
-        self.tie_embeddings = tie_embeddings
-        output = () if tie_embeddings else ("head.output.weight",)
+        self.head_dim = flavor.head_dim
+        output = () if self.tie_embeddings else ("head.output.weight",)
         self.tail_patterns = ("tok_embeddings.weight", *output)
         self.tok_embeddings = nn.Embedding(vocab_size, flavor.dim)
         self.layers = nn.ModuleDict(
@@ -103,11 +104,10 @@ class Llama(nn.Module):
             flavor.dim,
             vocab_size,
             flavor.norm_eps,
-            tied_to=self.tok_embeddings if tie_embeddings else None,
+            tied_to=self.tok_embeddings if self.tie_embeddings else None,
         )
         self.init_buffers(self.tok_embeddings.weight.device)
-        # Counted now: sharding later leaves each rank with its own rows only.
-        self._num_parameters = sum(param.numel() for param in self.parameters())
+        self.num_parameters = sum(param.numel() for param in self.parameters())
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V); with labels, the SUM of the token losses.
@@ -125,7 +125,7 @@ class Llama(nn.Module):
         return self.head(hidden, labels)
 
     def unit_names(self) -> list[list[str]]:
-        """Modules gathered together, in forward order; tied, the embedding goes with the head."""
+        """Embedding, each block, head; a tied embedding is in the head's unit."""
         blocks = [[f"layers.{layer}"] for layer in self.layers]
         if self.tie_embeddings:
             return [*blocks, ["tok_embeddings", "head"]]
@@ -135,10 +135,6 @@ class Llama(nn.Module):
     def init_rows(
         self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor, seed: int
     ) -> None:
-        """Fill `out` in place with rows [start, start + len(out)) of `fqn`'s initial value.
-
-        A function of (seed, fqn, row) alone, made a block of rows at a time.
-        """
         normal = self._initial_distribution(fqn)
         if normal is None:
             out.fill_(1.0)
@@ -146,7 +142,7 @@ class Llama(nn.Module):
             fill_rows(fqn, full_shape, start, out, seed, normal)
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Recompute the rotary table on `device`: one tensor for all blocks, in no state dict."""
+        """Compute the rotary table on `device`: one tensor for all blocks, in no state dict."""
         flavor = self.flavor
         table = rope_table(
             flavor.head_dim,
@@ -159,39 +155,35 @@ class Llama(nn.Module):
             assert isinstance(block, TransformerBlock)
             block.attention.register_buffer("rope", table, persistent=False)
 
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter and buffer in place: for a model that is whole on one device."""
-        for fqn, param in self.named_parameters():
-            self.init_rows(fqn, tuple(param.shape), 0, param, seed)
-        self.init_buffers(self.tok_embeddings.weight.device)
-
-    @property
-    def head_dim(self) -> int:
-        """Rows of wq, wk and wv that make one head."""
-        return self.flavor.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model, a tied embedding counted once."""
-        return self._num_parameters
-
     def flops_per_token(self, seq_len: int) -> float:
-        """Matrix FLOPs of forward and backward per token; recomputation is not counted.
+        """6 per parameter that multiplies (an untied embedding is only looked up and does not
+        count), and 12 * layers * dim * seq_len for attention's two products.
 
-        6 per parameter that multiplies (an embedding only looked up does not), and 12 * layers *
-        dim * seq_len for attention's two products, not halved for causality: the convention of PaLM
-        (arXiv:2204.02311, appendix B), so that MFU compares.
+        Attention is not halved for causality: the convention of PaLM (arXiv:2204.02311, appendix
+        B), so that MFU can be compared.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.flavor.dim
         attention = 12 * self.flavor.n_layers * self.flavor.dim * seq_len
         return float(6 * (self.num_parameters - looked_up) + attention)
 
-    def _initial_distribution(self, fqn: str) -> Normal | None:
-        """None stands for ones.
+    @classmethod
+    def flavor_from(cls, fields: Mapping[str, Any]) -> LlamaFlavor:
+        scaling = fields["rope_scaling"]
+        rope = None if scaling is None else RopeScaling(**scaling)
+        return LlamaFlavor(**{**fields, "rope_scaling": rope})
 
-        Projections into the residual stream shrink with depth, so that it grows evenly. The output
-        matrix starts small: with logits near 0 the first loss is ln(vocab_size), and a tied
-        embedding must not predict its own token.
+    @classmethod
+    def huggingface(cls) -> HuggingFace:
+        from models import hf_llama  # here, since it imports this file
+
+        return hf_llama
+
+    def _initial_distribution(self, fqn: str) -> Normal | None:
+        """Returns None for parameters that start at one (the norms).
+
+        Projections into the residual stream shrink with depth, so that the stream grows evenly.
+        The output matrix starts small: with logits near 0 the first loss is ln(vocab_size), and a
+        tied embedding must not predict its own token.
         """
         kind = fqn.split(".")[-2] if fqn.endswith(".weight") else ""
         if kind.endswith("norm"):

@@ -1,10 +1,10 @@
-"""The output unit: final norm, output matrix and cross-entropy, without ever the full logits.
+"""The output unit: final norm, output matrix and cross-entropy, without the full logits in memory.
 
-At a 128k vocabulary the logits of one batch outweigh the model's own activations. Here tokens go
-through in chunks: a chunk's logits give its losses and, where gradients are wanted, at once its
-share of the two gradients; then they are dropped. Backward only multiplies by the incoming scalar,
-so the weight need not outlive forward and no product is computed twice. Owns that and nothing of
-the model's body; read `llama.py` next.
+At a 128k vocabulary the logits of one batch need more memory than the model's own activations.
+Tokens therefore go through in chunks. A chunk's logits give its losses and, where gradients are
+wanted, its share of the two gradients at once; then the logits are freed. Backward only multiplies
+by the incoming scalar, so the weight may be freed after forward and no product is computed twice.
+Knows nothing of the model's body; any family can use it. Read `llama.py` next.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 IGNORE_INDEX = -100
 
-# Rows of the output matrix whose gradient is formed at a time where it is summed in a wider dtype
-# than it is made in.
+# Rows of the output matrix whose gradient is computed at a time, where that gradient is computed in
+# a narrower dtype than it is summed in.
 _VOCAB_SLICE = 16384
 
 
 class OutputHead(nn.Module):
     """Hidden states to summed cross-entropy, or to logits.
 
-    With `tied_to` there is no output matrix here: the embedding's weight is looked up in that
-    module during forward, and stays registered there alone. It is looked up late because a sharding
-    runtime swaps the attribute before the forward of each module of a unit.
+    With `tied_to` there is no output matrix here. The embedding's weight stays registered in the
+    embedding alone, and forward looks it up there. The lookup is in forward, not in the
+    constructor, because a sharding runtime replaces the attribute before each forward.
     """
 
     def __init__(
@@ -67,15 +67,16 @@ def linear_cross_entropy(
     """Sum of the cross-entropies of `hidden @ weight.T` against `labels`, chunk by chunk.
 
     hidden (N, C) and weight (V, C) of one dtype, labels (N,) int64; returns a float32 scalar. The
-    largest tensor that it makes is (chunk_tokens, V) float32, or the weight's gradient. Softmax,
-    loss and the sum of the weight's gradient over chunks are float32 whatever the inputs' dtype.
+    largest tensor that this function allocates is (chunk_tokens, V) float32, or the weight's
+    gradient. Softmax, loss and the sum of the weight's gradient over chunks are float32 whatever
+    the inputs' dtype.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    if torch.is_autocast_enabled(
-        hidden.device.type
-    ):  # which would reach only some of the products below
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    device_type = hidden.device.type
+    # Autocast would cast only some of the products below, so all inputs are cast here.
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     recording = torch.is_grad_enabled()
     hidden_grad, weight_grad = hidden.requires_grad, weight.requires_grad
@@ -85,8 +86,8 @@ def linear_cross_entropy(
     return loss
 
 
-# A custom operator is one opaque node to torch.compile: traced through, its partitioner would be
-# free to keep every chunk's logits for backward, which is what this file exists to avoid.
+# A custom operator is one opaque node to torch.compile. If torch.compile traced through it, its
+# partitioner could keep every chunk's logits for backward, and the memory saved here would be lost.
 @torch.library.custom_op("matrixtitan::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor,
@@ -98,7 +99,8 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the gradients for an incoming gradient of 1.
 
-    They are (N, C) in hidden's dtype and (V, C) float32, or (0,) where not asked for.
+    The gradients are (N, C) in hidden's dtype and (V, C) float32; a gradient that is not asked for
+    is (0,).
     """
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
@@ -112,7 +114,7 @@ def _linear_cross_entropy(
         if not (hidden_grad or weight_grad):
             continue
         grad_logits = logits.to(hidden.dtype)
-        del logits  # before the products: one chunk's logits at a time
+        del logits  # before the products, so that only one copy of the chunk is in memory
         if hidden_grad:
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
         if weight_grad:
@@ -121,10 +123,10 @@ def _linear_cross_entropy(
 
 
 def _softmax_minus_target_(logits: Tensor, labels: Tensor) -> Tensor:
-    """The chunk's summed loss; logits (n, V) become their gradient, zero where ignored."""
+    """The chunk's summed loss. Overwrites logits (n, V) with their gradient, zero where ignored."""
     counted = labels != IGNORE_INDEX
     target = labels.where(counted, 0).unsqueeze(1)  # (n, 1)
-    highest = logits.amax(dim=1, keepdim=True)  # (n, 1), taken off so that exp cannot overflow
+    highest = logits.amax(dim=1, keepdim=True)  # (n, 1), subtracted so that exp cannot overflow
     target_logit = logits.gather(1, target) - highest
     total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
     losses = (total.log() - target_logit).squeeze(1)
@@ -176,7 +178,7 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> t
     hidden_needed, weight_needed = ctx.needs_input_grad[:2]
     scaled_hidden = (grad_hidden * grad_loss).to(grad_hidden.dtype) if hidden_needed else None
     scaled_weight = None
-    if weight_needed:  # rounded once, straight into the weight's dtype: no second float32 copy
+    if weight_needed:  # written in the weight's dtype at once: no second float32 copy
         scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, grad_loss, out=scaled_weight)
     return scaled_hidden, scaled_weight, None, None, None, None

@@ -38,7 +38,7 @@ from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.mesh import World, init_world
 from matrixtitan.metrics import peak_flops
 from matrixtitan.ranks import split_batch
-from models.llama import Llama
+from models.base import LanguageModel
 from tools import bench_report
 from tools.bench_measure import (
     STRATEGIES,
@@ -190,7 +190,7 @@ def _rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
 
 
 def describe(
-    config: Config, world: World, corpus: Corpus, model: Llama, command: str
+    config: Config, world: World, corpus: Corpus, model: LanguageModel, command: str
 ) -> dict[str, Any]:
     """The part of bench.json that all strategies share."""
     backend = dist.get_backend()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from matrixtitan.optim import Muon
 from matrixtitan.optim.newton_schulz import QUINTIC
-from models import MODELS, build_model
+from models import build_model, family
 
 
 def matrices(flavor: str) -> list[nn.Parameter]:
@@ -64,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--flavor",
-        choices=tuple(MODELS["llama3"]),
+        choices=tuple(family("llama3").flavors),
         default="debug",
         help="model.flavor of llama3 (default debug)",
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Weights between our checkpoints, Hugging Face's safetensors and torch.save files, in any direction (Llama).
+"""Weights between our checkpoints, Hugging Face's safetensors and torch.save files, in any direction.
 
     ./run_train.sh --checkpoint.enable true  # which saves to outputs/debug/checkpoint
     tools/convert_checkpoint.py outputs/debug/checkpoint debug-hf --to huggingface
@@ -9,7 +9,7 @@
 The input's format is seen from its files. Start a run from `llama-8b` with `--checkpoint.initial_load_path llama-8b`.
 Tensors go through one at a time, so memory stays near the largest one; only a torch.save file is made as a whole.
 Values are never rounded unless --dtype asks for it. No file read can run code. Needs the `tools` extra.
-Next: `models/hf_llama.py`.
+Next: `models/base.py`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,8 @@ from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FIL
 from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
 from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
-from models import MODELS
-from models.hf_llama import (
-    fqn_of,
-    from_hf,
-    from_hf_config,
-    hf_name,
-    is_rotary_buffer,
-    to_hf,
-    to_hf_config,
-)
-from models.layers import RopeScaling
-from models.llama import Llama, LlamaFlavor
+from models import family, family_of_model_type, huggingface_of
+from models.base import Flavor, LanguageModel
 from tools.hf_tokenizer import write_tokenizer
 from tools.in_place import in_place
 
@@ -70,17 +60,18 @@ HF_INDEX, HF_SINGLE = "model.safetensors.index.json", "model.safetensors"
 class LlamaModel:
     """What is needed to build the model. `tokenizer_path` is None where nothing says which tokenizer it had."""
 
-    flavor: LlamaFlavor
+    flavor: Flavor
     vocab_size: int
     max_seq_len: int
     tie_embeddings: bool
     tokenizer_path: str | None = None
     tokenizer_pattern: str = ""
     special_ids: Mapping[str, Any] | None = None  # bos_token_id and eos_token_id, from Hugging Face
+    family: str = "llama3"
 
-    def build(self) -> Llama:
+    def build(self) -> LanguageModel:
         """The model without values, on the current default device."""
-        return Llama(
+        return family(self.family)(
             self.flavor,
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
@@ -89,7 +80,7 @@ class LlamaModel:
 
     def flavor_name(self) -> str | None:
         """The name that a run's model.flavor knows this shape by; tied or not is a key of its own."""
-        for name, flavor in MODELS["llama3"].items():
+        for name, flavor in family(self.family).flavors.items():
             if (
                 dataclasses.replace(flavor, tie_embeddings=self.flavor.tie_embeddings)
                 == self.flavor
@@ -100,7 +91,7 @@ class LlamaModel:
     def to_config(self) -> dict[str, Any]:
         """The two sections of a run's config that describe the model, with the shape spelled out."""
         model = {
-            "name": "llama3",
+            "name": self.family,
             "flavor": self.flavor_name(),
             "shape": dataclasses.asdict(self.flavor),
             "tie_embeddings": self.tie_embeddings,
@@ -223,17 +214,19 @@ def _is_model_file(content: Any) -> bool:
 def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> LlamaModel:
     """From a run's config, or from what `LlamaModel.to_config` gave."""
     if "tok_embeddings.weight" not in shapes:
-        raise ValueError(f"{where} holds no Llama model: there is no tok_embeddings.weight")
+        raise ValueError(f"{where} holds no language model: there is no tok_embeddings.weight")
     try:
         section = config["model"]
+        flavor, tied = _flavor_of(section), section.get("tie_embeddings")
         return LlamaModel(
-            _flavor_of(section),
+            flavor,
             vocab_size=shapes["tok_embeddings.weight"][0],
             max_seq_len=config["training"]["seq_len"],
-            tie_embeddings="head.output.weight" not in shapes,
+            tie_embeddings=flavor.tie_embeddings if tied is None else tied,
             tokenizer_path=section["tokenizer_path"],
             tokenizer_pattern=section.get("tokenizer_pattern", ""),
             special_ids=section.get("special_ids"),
+            family=section["name"],
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
@@ -241,19 +234,17 @@ def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> Lla
         ) from error
 
 
-def _flavor_of(section: Mapping[str, Any]) -> LlamaFlavor:
-    shape = section.get("shape")
-    if shape is None:
-        return MODELS[section["name"]][section["flavor"]]
-    scaling = shape["rope_scaling"]
-    rope = None if scaling is None else RopeScaling(**scaling)
-    return LlamaFlavor(**{**shape, "rope_scaling": rope})
+def _flavor_of(section: Mapping[str, Any]) -> Flavor:
+    known, shape = family(section["name"]), section.get("shape")
+    return known.flavors[section["flavor"]] if shape is None else known.flavor_from(shape)
 
 
 def _open_huggingface(folder: Path) -> Weights:
     config = _read_json(folder / "config.json")
     try:
-        flavor = from_hf_config(config)
+        name_of_family = family_of_model_type(config.get("model_type"))
+        hf = huggingface_of(name_of_family)
+        flavor = hf.from_hf_config(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     files: dict[str, Path] = {}
@@ -262,13 +253,13 @@ def _open_huggingface(folder: Path) -> Weights:
     for path in _safetensors_files(folder):
         with _safetensors(path) as stored:
             for name in stored.keys():  # noqa: SIM118  (not a mapping)
-                if is_rotary_buffer(name):
+                if hf.is_redundant(name):
                     continue
                 if name == "lm_head.weight" and flavor.tie_embeddings:
                     doubled_output = path
                     continue
                 try:
-                    fqn = fqn_of(name)
+                    fqn = hf.fqn_of(name)
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from error
                 if fqn in files:
@@ -282,7 +273,8 @@ def _open_huggingface(folder: Path) -> Weights:
 
     def read(fqn: str) -> Tensor:
         with _safetensors(files[fqn]) as stored:
-            return from_hf(hf_name(fqn), stored.get_tensor(hf_name(fqn)), flavor)[1]
+            name = hf.hf_name(fqn)
+            return hf.from_hf(name, stored.get_tensor(name), flavor)[1]
 
     model = LlamaModel(
         flavor,
@@ -290,6 +282,7 @@ def _open_huggingface(folder: Path) -> Weights:
         max_seq_len=config.get("max_position_embeddings") or 2048,
         tie_embeddings=flavor.tie_embeddings,
         special_ids={key: config.get(key) for key in ("bos_token_id", "eos_token_id")},
+        family=name_of_family,
     )
     return _checked(Weights(model, dtypes, read), shapes, folder)
 
@@ -454,7 +447,8 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: float = 5e9) 
     """
     model, shapes = weights.model, weights.shapes
     sizes = {fqn: shape.numel() * weights.dtypes[fqn].itemsize for fqn, shape in shapes.items()}
-    config = to_hf_config(
+    hf = huggingface_of(model.family)
+    config = hf.to_hf_config(
         model.flavor,
         vocab_size=model.vocab_size,
         max_seq_len=model.max_seq_len,
@@ -476,7 +470,9 @@ def write_huggingface(weights: Weights, output: Path, shard_bytes: float = 5e9) 
             _write_safetensors(written / name, weights, {fqn: shapes[fqn] for fqn in fqns})
         if len(shards) > 1:
             weight_map = {
-                hf_name(fqn): name for name, fqns in zip(names, shards, strict=True) for fqn in fqns
+                hf.hf_name(fqn): name
+                for name, fqns in zip(names, shards, strict=True)
+                for fqn in fqns
             }
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (written / HF_INDEX).write_text(json.dumps(index, indent=2))
@@ -528,12 +524,13 @@ def _write_safetensors(path: Path, weights: Weights, shapes: Mapping[str, torch.
 
     Written here, since the package's own writer wants all tensors of a file in memory.
     """
+    hf = huggingface_of(weights.model.family)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for fqn, shape in shapes.items():
         dtype, start = weights.dtypes[fqn], end
         end = start + shape.numel() * dtype.itemsize
-        header[hf_name(fqn)] = {
+        header[hf.hf_name(fqn)] = {
             "dtype": SAFETENSORS_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [start, end],
@@ -543,7 +540,7 @@ def _write_safetensors(path: Path, weights: Weights, shapes: Mapping[str, torch.
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for fqn in shapes:
-            _, tensor = to_hf(fqn, weights.read(fqn), weights.model.flavor)
+            _, tensor = hf.to_hf(fqn, weights.read(fqn), weights.model.flavor)
             file.write(tensor.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
@@ -570,10 +567,11 @@ def convert(options: argparse.Namespace) -> str:
     lines = [f"{options.output}: {len(weights.dtypes)} tensors"]
     if options.to == "matrixtitan":
         flavor = weights.model.flavor_name()
+        file = f"{family(weights.model.family).__module__.replace('.', '/')}.py"
         lines.append(
             f"its shape is --model.flavor {flavor}"
             if flavor
-            else f"to train from it, add its shape to models/llama.py: {weights.model.flavor}"
+            else f"to train from it, add its shape to {file}: {weights.model.flavor}"
         )
     if options.to == "huggingface" and weights.model.tokenizer_path is None:
         lines.append(

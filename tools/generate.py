@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.checkpoint import CheckpointError
 from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
-from models.llama import Llama
+from models.base import LanguageModel
 from tools.convert_checkpoint import DTYPES, Weights, open_weights
 
 BOUNDS = {
@@ -36,7 +36,7 @@ BOUNDS = {
 
 
 @torch.no_grad()
-def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Llama:
+def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> LanguageModel:
     """The model on `device`, its weights cast to `dtype` one at a time."""
     with torch.device("meta"):
         model = weights.model.build().to(dtype)
@@ -49,7 +49,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype) -> Ll
 
 @torch.no_grad()
 def generate(
-    model: Llama,
+    model: LanguageModel,
     tokens: Sequence[int],
     *,
     max_new_tokens: int,

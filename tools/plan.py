@@ -44,11 +44,8 @@ from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
 from matrixtitan.predict.memory import Precision
 from matrixtitan.predict.report import report
 from matrixtitan.predict.traffic import Job, Machine
-from models import build_model
-from models.llama import Llama
-
-LLAMA3_VOCAB = 128256
-"""Entries of Llama 3's tokenizer, for a config whose tokenizer file is not at hand."""
+from models import build_model, family
+from models.base import LanguageModel
 
 LARGEST = 10**9
 """Of the numbers that the options take: up to it all figures are finite, as JSON wants them."""
@@ -196,8 +193,10 @@ def _latency(text: str) -> float:
 def _vocabulary(
     options: argparse.Namespace, config: Config, overrides: Sequence[str]
 ) -> Vocabulary:
-    """From the command line, else the config's tokenizer, or Llama 3's size where its file is not
-    here."""
+    """From the command line, else the config's tokenizer, else, if its file is missing, the family.
+
+    ValueError if none of the three says it.
+    """
     if options.vocab_size:
         return Vocabulary(options.vocab_size, "--vocab-size")
     path = config.model.tokenizer_path
@@ -205,14 +204,21 @@ def _vocabulary(
         file = find_config(options.config)
         path = config_from_dict(tomli.loads(file.read_text()), str(file)).model.tokenizer_path
         if path and not Path(path).expanduser().exists():
-            return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
+            name = config.model.name
+            published = family(name).published_vocab_size
+            if published is None:
+                raise ValueError(
+                    f"model.tokenizer_path: there is no {path}, and the family {name} has no "
+                    "vocabulary of its own: give the number of its entries with --vocab-size"
+                )
+            return Vocabulary(published, f"{name}'s, since {path} is not here")
     return Vocabulary(
         load_tokenizer(path, config.model.tokenizer_pattern).n_words,
         path or "the embedded tokenizer",
     )
 
 
-def _gathered_once(model: Llama, reshard_after_forward: str) -> list[str]:
+def _gathered_once(model: LanguageModel, reshard_after_forward: str) -> list[str]:
     """Units that backward does not gather again: those kept after forward, and a lone embedding."""
     names = ["+".join(modules) for modules in model.unit_names()]
     kept = {"never": names, "default": names[-1:], "always": []}[reshard_after_forward]
@@ -232,7 +238,7 @@ def _update_dtype(ns_dtype: str, backend: str) -> str:
 
 
 def _model_figures(
-    model: Llama, config: Config, vocabulary: Vocabulary, specs: Sequence[ParamSpec]
+    model: LanguageModel, config: Config, vocabulary: Vocabulary, specs: Sequence[ParamSpec]
 ) -> dict[str, Any]:
     matrices = [spec for spec in specs if spec.role == "matrix"]
     return {

@@ -15,6 +15,7 @@ from matrixtitan.options import Needs, Options, key, not_one_of
 from matrixtitan.plan.transports import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
+from models import FAMILIES
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -31,11 +32,11 @@ class JobConfig(Options):
 
 @dataclass(frozen=True)
 class ModelConfig(Options):
-    name: str = key("llama3", "model family")
+    name: str = key("llama3", f"model family: {', '.join(FAMILIES)}")
     flavor: str = key(
         "debug",
-        "size of the model: debug, 150M, 1B, 8B, 32B, 70B or 405B; bench and netlab are for "
-        "measurements",
+        "size of the model. llama3 has debug, 150M, 1B, 8B, 32B, 70B and 405B, and for measurements "
+        "bench and netlab",
     )
     tokenizer_path: str = key(
         "",
@@ -51,6 +52,11 @@ class ModelConfig(Options):
     tie_embeddings: bool | None = key(
         None, "one matrix for the embedding and the output head; none: as the flavor has it"
     )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.name not in FAMILIES:
+            yield not_one_of("name", self.name, FAMILIES)
 
 
 @dataclass(frozen=True)

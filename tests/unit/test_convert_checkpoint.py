@@ -358,7 +358,7 @@ def test_a_named_tokenizer_pattern_goes_along(
     del old["tokenizer_pattern"]
     shapes = {"tok_embeddings.weight": torch.Size([VOCAB, 48])}
     assert _model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
-        dataclasses.replace(model, max_seq_len=1, tie_embeddings=True, tokenizer_pattern="")
+        dataclasses.replace(model, max_seq_len=1, tokenizer_pattern="")
     )
 
     wide = dataclasses.replace(model, vocab_size=260, special_ids=None)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import MODELS, build_model
+from models import build_model, family
 from models.initialization import ROWS_PER_BLOCK, Normal, fill_rows
 from models.layers import Attention, RopeScaling, apply_rope, rope_frequencies, rope_table
 from models.llama import Llama, LlamaFlavor
@@ -293,7 +293,7 @@ def test_unknown_model_or_flavor_names_the_nearest() -> None:
         build_model("lama3", "debug", vocab_size=10, max_seq_len=4)
     with pytest.raises(ValueError, match="did you mean '8B'"):
         build_model("llama3", "8b", vocab_size=10, max_seq_len=4)
-    assert {"debug", "150M", "1B", "8B", "32B", "70B", "405B"} <= set(MODELS["llama3"])
+    assert {"debug", "150M", "1B", "8B", "32B", "70B", "405B"} <= set(family("llama3").flavors)
 
 
 @pytest.mark.parametrize(

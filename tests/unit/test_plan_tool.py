@@ -43,7 +43,7 @@ def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 def test_llama_8b_on_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     figures = _report(capsys, "--config", config, "--world-size", "64")
     assert figures["model"]["vocab_size"] == 128256
-    assert figures["model"]["vocab_from"].startswith("Llama 3's, since /nowhere")
+    assert figures["model"]["vocab_from"].startswith("llama3's, since /nowhere")
     assert figures["balance"]["resident_bytes"] <= 1.02
     assert figures["balance"]["optimizer_flops"] <= 1.08
     assert len(figures["ranks"]) == 64
