@@ -1,8 +1,9 @@
 """The model families that can be trained, by the name that `model.name` takes.
 
 A new family is a subclass of `base.LanguageModel` and a line in FAMILIES; the config, the trainer,
-the planner's tools and the converters read what it declares. `models` imports torch only, and this
-file does not even import torch: the config reads FAMILIES before torch is loaded. Next: `base.py`.
+the planner's tools and the converters read what the class declares. The other modules here import
+torch and nothing else of the project. This file imports torch only when a family is asked for,
+because the config reads FAMILIES in processes without torch. Next: `base.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The protocol between a model family and the rest of the program.
 
-A family is a class: its attributes describe the family, an instance is one model. The trainer,
-`parallelize`, the planner's tools and the converters use what is declared here and nothing else of
-a model, so that a new family needs no change outside `models/`. Registered in `models/__init__.py`;
-read `llama.py` for the first family.
+A family is a class: its class attributes describe the family, and an instance is one model. The
+trainer, `parallelize`, the planner's tools and the converters use what is declared here and nothing
+else of a model, so a new family needs no change outside `models/`. Families are registered in
+`models/__init__.py`. Next: `llama.py`, a family.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class HuggingFace(Protocol):
 class LanguageModel(nn.Module, ABC):
     """A causal language model: token ids to logits, or to the summed loss.
 
-    Built under `torch.device("meta")` in the usual case: the runtime then asks `init_rows` for the
-    rows that this rank owns, and `init_buffers` for the rest. The constructor of a subclass calls
-    this one first and sets the attributes below. It draws no values and makes nothing of the size
-    of a parameter that is not a parameter.
+    Usually built under `torch.device("meta")`; each rank then calls `init_rows` for the rows that it
+    owns, and `init_buffers` once. A subclass's constructor calls this class's first, sets the
+    attributes below and draws no values. Parameters are 1D, 2D matrices of their own, or 3D stacks
+    of matrices (E, R, C): fused matrices would be orthogonalised as one.
     """
 
     flavors: ClassVar[Mapping[str, Any]]
@@ -143,8 +143,8 @@ class LanguageModel(nn.Module, ABC):
     def flops_per_token(self, seq_len: int) -> float:
         """Matrix FLOPs of forward and backward per token, for MFU; recomputation is not counted.
 
-        Only what a token passes through counts, so that a parameter of an expert counts by the
-        share of tokens that reach it.
+        Only products that the token takes part in count: an expert's parameters count by the share
+        of tokens that are routed to it.
         """
 
     def init_buffers(self, device: torch.device | str) -> None:

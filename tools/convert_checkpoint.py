@@ -228,7 +228,7 @@ def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> Lla
             special_ids=section.get("special_ids"),
             family=section["name"],
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: its config names no model that models/ knows ({error}); add it there"
         ) from error

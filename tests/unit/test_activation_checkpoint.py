@@ -1,4 +1,4 @@
-"""Activation checkpointing: same losses and gradients, less kept, names untouched, one graph."""
+"""Activation checkpointing: same losses and gradients, less memory, same names, one graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from matrixtitan.activation_checkpoint import apply_activation_checkpointing
 from matrixtitan.config import ActivationCheckpointConfig
 from models.llama import Llama, LlamaFlavor
 
-Mode = Literal["none", "selective", "full"]  # a cast: the tests also pass what the loader refuses
+Mode = Literal[
+    "none", "selective", "full"
+]  # for casts: some tests pass a mode that the loader refuses
 
 LAYERS = 10  # more blocks than torch.compile would recompile for
 PRODUCTS_PER_BLOCK = 7
@@ -56,7 +58,7 @@ class _CountOps(TorchDispatchMode):
 
 
 class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes of distinct storages that autograd keeps for backward."""
+    """Bytes of the distinct storages that autograd keeps for backward."""
 
     def __init__(self) -> None:
         self.storages: dict[int, int] = {}
@@ -107,7 +109,7 @@ def test_less_is_kept_the_more_is_checkpointed() -> None:
             model(_tokens(), _tokens())
         activations = {p: n for p, n in bytes_kept.storages.items() if p not in parameters}
         kept[mode, option] = sum(activations.values())
-    # What selective checkpointing by operator keeps is held in its own cache, not seen here.
+    # Selective checkpointing by operator keeps results in its own cache, which is not counted here.
     assert kept["full", "op"] < kept["selective", "2"] < kept["none", "op"]
 
 
@@ -141,7 +143,7 @@ def test_evaluation_works_without_gradients() -> None:
 
 
 def test_module_hooks_run_once_per_forward() -> None:
-    """A sharding runtime hangs on them: the repeated forward must not look like a second call."""
+    """A sharding runtime depends on it: recomputation must not look like a second forward."""
     for mode, option in MODES:
         model, calls = _model(mode, option), Counter[str]()
         for name, block in model.layers.items():

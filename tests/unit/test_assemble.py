@@ -1,4 +1,4 @@
-"""Building closes what it began where it fails, and a dry run leaves no gradient to learn from. One process."""
+"""A failed assemble closes its strategy, and a dry run steps on zeros. One process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Watched(DDP):
-    """One rank's plain model, that notes its end and can fail to build."""
+    """DDP on one rank that counts its closings and can be made to fail while it is built."""
 
     closed = 0
     fails_in = ""
@@ -62,7 +62,8 @@ def config_for(strategy: str, **parallelism: Any) -> Config:
 
 
 def assemble_here() -> Assembled:
-    world = World(0, 1, 0, CPU, mesh=None, owns_group=False)  # type: ignore[arg-type]  # one rank has no mesh
+    # one rank has no mesh
+    world = World(0, 1, 0, CPU, mesh=None, owns_group=False)  # type: ignore[arg-type]
     return assemble(config_for("ddp"), 300, world)
 
 

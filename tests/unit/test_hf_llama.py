@@ -1,4 +1,4 @@
-"""Llama weights to and from Hugging Face: same logits as transformers' model, exact round trips."""
+"""Llama to and from Hugging Face: the logits of transformers' model, exact round trips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.llama import LLAMA3_FLAVORS, Llama, LlamaFlavor
 transformers = pytest.importorskip("transformers")
 
 VOCAB, SEQ_LEN = 61, 48
-# An original context so short that all three kinds of rotation (kept, blended, stretched) occur.
+# The original context is short, so that kept, interpolated and stretched rotations all occur.
 SCALING = RopeScaling(8.0, 1.0, 4.0, original_max_seq_len=32)
 CASES = [
     LlamaFlavor(48, 2, 6, 2, 80, rope_scaling=SCALING),
@@ -30,7 +30,7 @@ def _ours(flavor: LlamaFlavor) -> Llama:
     )
     model.init_weights(seed=3)
     for fqn, param in model.named_parameters():
-        if fqn.endswith("norm.weight"):  # ones would hide norms that are swapped
+        if fqn.endswith("norm.weight"):  # with ones, swapped norms would not show
             torch.nn.init.uniform_(
                 param, 0.5, 1.5, generator=torch.Generator().manual_seed(len(fqn))
             )
@@ -64,7 +64,7 @@ def test_logits_equal_after_export(flavor: LlamaFlavor) -> None:
 @torch.no_grad()
 def test_logits_equal_after_import(flavor: LlamaFlavor) -> None:
     ours, theirs = _ours(flavor), _theirs(flavor)
-    for param in theirs.parameters():  # far from the tiny initial values, so that errors show
+    for param in theirs.parameters():  # large values, so that errors show
         param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(6)) * 0.1)
     named = [(name, param.data) for name, param in theirs.named_parameters()]  # tied: once
     ours.load_state_dict(dict(from_hf(name, tensor, flavor) for name, tensor in named))
@@ -104,7 +104,7 @@ def test_config_round_trip(name: str) -> None:
 
 
 def hf_config(**keys: object) -> dict[str, Any]:
-    """What we write of a model with scaled rotations, with `keys` changed."""
+    """The config.json that we write for a model with scaled rotations, with `keys` changed."""
     return {
         **to_hf_config(CASES[0], vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=False),
         **keys,
@@ -126,7 +126,7 @@ OTHER_MODELS = [
     ("pruned_heads", {"0": [1]}),
     ("per_layer_config", {"0": {"hidden_act": "gelu"}}),
     ("add_cross_attention", True),
-    ("original_max_position_embeddings", 8192),  # transformers puts it above the table's
+    ("original_max_position_embeddings", 8192),  # transformers uses it instead of the table's
     ("embedding_multiplier", 12.0),
     ("a_key_of_tomorrow", False),
     ("tie_word_embeddings", "yes"),
@@ -189,7 +189,7 @@ def test_other_rotations_are_refused_by_key_and_value(keys: dict[str, Any], mess
 
 
 def test_keys_that_change_no_value_are_taken() -> None:
-    """All that transformers writes of a Llama, by default and set, and what older versions wrote."""
+    """Every key that transformers writes for a Llama, and keys that older versions wrote."""
     written = transformers.LlamaConfig.from_dict(hf_config()).to_dict()
     old = {"_name_or_path": "x", "transformers_version": "4.31.0", "torch_dtype": "float16"}
     old |= {"use_cache": False, "pretraining_tp": 2, "initializer_range": 0.1, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Llama: shapes, causality, rotations, grouped attention, initial rows, parameter counts."""
+"""Llama: shapes, causality, rotary positions, grouped attention, initial rows, counts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_token_sees_a_later_one() -> None:
     changed[:, 9] = (changed[:, 9] + 1) % 50
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
-    assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()  # and every one sees the earlier ones
+    assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()  # and every token sees earlier ones
 
 
 def test_a_longer_sequence_than_built_for_is_refused() -> None:
@@ -198,7 +198,7 @@ def test_values_depend_on_seed_name_and_block_but_not_on_the_global_generator() 
 
 
 def test_values_are_those_this_repo_has_always_drawn() -> None:
-    """Old runs must be repeatable: a change here changes every model's start."""
+    """Old runs must be reproducible: other values here would change every model's start."""
     out = torch.empty(2, 2)
     fill_rows("layers.0.attention.wq.weight", (4, 2), 1, out, 0, Normal(1.0))
     expected = torch.tensor([[-1.2610802, 0.4479581], [2.0264866, 0.3999590]])
@@ -221,7 +221,7 @@ def test_deviations_follow_the_rules() -> None:
         model.init_rows(fqn, (1024, 64), 0, out, seed=0)
         return out.std().item()
 
-    truncated = 0.9866  # the deviation of a unit normal cut at 3
+    truncated = 0.9866  # the deviation of a unit normal truncated at 3
     assert deviation("tok_embeddings.weight") == pytest.approx(1.0, rel=0.02)
     assert deviation("layers.0.attention.wq.weight") == pytest.approx(0.02 * truncated, rel=0.02)
     assert deviation("layers.1.attention.wo.weight") == pytest.approx(0.01 * truncated, rel=0.02)
@@ -231,7 +231,7 @@ def test_deviations_follow_the_rules() -> None:
     assert torch.equal(norm, torch.ones(32))
 
 
-def test_a_cut_normal_has_its_shape_and_bounds() -> None:
+def test_a_truncated_normal_has_its_shape_and_bounds() -> None:
     out = torch.empty(1024, 256)
     fill_rows("a", (1024, 256), 0, out, 0, Normal(2.0))
     assert 5.9 < out.abs().max() <= 6.001
@@ -296,9 +296,8 @@ def test_unknown_model_or_flavor_names_the_nearest() -> None:
     assert {"debug", "150M", "1B", "8B", "32B", "70B", "405B"} <= set(family("llama3").flavors)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(5, 5), (4, 3), (32, 32)]
-)  # does not divide dim; does not divide the heads; odd head_dim
+# heads do not divide dim; kv_heads do not divide heads; head_dim is odd
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 5), (4, 3), (32, 32)])
 def test_impossible_heads_are_refused(heads: int, kv_heads: int) -> None:
     with pytest.raises(ValueError, match="n_heads"):
         LlamaFlavor(32, 1, heads, kv_heads, 32)

@@ -1,4 +1,4 @@
-"""The output unit: the plain form's loss and gradients, without the full logits."""
+"""The output unit: loss and gradients of the plain form, without the full logits in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_equals_the_plain_form(chunk_tokens: int) -> None:
 
 
 def test_gradients_by_finite_differences() -> None:
-    """Against arithmetic alone, so that no error common with the plain form can hide."""
+    """Against arithmetic alone: an error that the plain form shares would show here."""
     hidden, weight, labels = _inputs(torch.float64)
     loss = linear_cross_entropy(hidden, weight, labels, 16)
     gradients = torch.autograd.grad(loss, (hidden, weight))
@@ -150,8 +150,8 @@ def test_backward_twice_gives_the_same_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_weight_may_vanish_between_forward_and_backward() -> None:
-    """As a sharded weight does, whose storage is freed after forward."""
+def test_the_weight_may_be_freed_between_forward_and_backward() -> None:
+    """A sharding runtime frees the weight's storage after forward."""
     hidden, weight, labels = _inputs()
     expected = torch.autograd.grad(_plain(hidden, weight, labels), (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, labels, 16)
@@ -186,7 +186,9 @@ def test_full_logits_never_exist(dtype: torch.dtype) -> None:
     assert _largest_allocation(recorded) == chunk * vocab * 4  # one chunk's logits, float32
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         _plain(hidden, weight, labels).backward()
-    assert _largest_allocation(recorded) == tokens * vocab * 4  # so the measure sees full logits
+    assert (
+        _largest_allocation(recorded) == tokens * vocab * 4
+    )  # so the measurement would see full logits
 
 
 # --- the module -----------------------------------------------------------------------------------
