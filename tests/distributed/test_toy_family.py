@@ -100,7 +100,10 @@ def train_bigrams(*configs: Config) -> None:
 
 @pytest.mark.usefixtures("_registered")
 def test_it_trains_as_under_ddp_and_its_checkpoint_is_read_by_the_tools(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bigram = {"model__name": "bigram", "model__flavor": "tiny"}
     runs: dict[str, dict[str, object]] = {
@@ -134,6 +137,9 @@ def test_it_trains_as_under_ddp_and_its_checkpoint_is_read_by_the_tools(
     assert capsys.readouterr().out == text
     with pytest.raises(SystemExit, match=r"family bigram cannot be converted .* Hugging Face"):
         convert_checkpoint.main([run, str(tmp_path / "hf"), "--to", "huggingface"])
+    monkeypatch.delitem(FAMILIES, "bigram")
+    with pytest.raises(SystemExit, match=r"bigram\.pt: .* 'bigram' is unknown: known are llama3"):
+        generate.main(["--checkpoint", str(tmp_path / "bigram.pt"), *sampled])
 
 
 @pytest.mark.usefixtures("_registered")
