@@ -23,6 +23,9 @@ from torch.utils.tensorboard import SummaryWriter
 from matrixtitan.config import MetricsConfig
 from matrixtitan.curves import FILE_NAME, CurveWriter
 from matrixtitan.log import get_logger
+from matrixtitan.plan.cost import CostSettings
+from matrixtitan.plan.shard import Plan
+from matrixtitan.predict.pictures import missing_matplotlib, plan_picture, plan_table
 from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
@@ -311,13 +314,24 @@ class Metrics:
         self._write(step, scalars)
 
     def log_text(self, tag: str, text: str) -> None:
-        """A text shown as it is in TensorBoard: the config, the plan."""
+        """A text shown as it is in TensorBoard, such as the config."""
         if self._writer:
             indented = "\n".join(
                 f"    {line}" for line in text.splitlines()
             )  # four spaces: a Markdown code block
             self._writer.add_text(tag, indented)
             self._writer.flush()
+
+    def log_plan(self, plan: Plan, settings: CostSettings) -> None:
+        """Who owns what, in TensorBoard: a table, and a picture where matplotlib is installed."""
+        if not self._writer:
+            return
+        self.log_text("plan", plan_table(plan, settings))
+        if missing := missing_matplotlib():
+            logger.info("TensorBoard has the plan as a table, without its picture: %s", missing)
+            return
+        self._writer.add_figure("plan", plan_picture(plan, settings))
+        self._writer.flush()
 
     def close(self) -> None:
         self._bar.clear()

@@ -40,6 +40,7 @@ from matrixtitan.mesh import init_world, set_seeds
 from matrixtitan.metrics import Metrics, memory_figures, memory_text
 from matrixtitan.mistakes import is_mistake
 from matrixtitan.optim.lr_schedule import LRSchedule
+from matrixtitan.parallelize import plan_settings
 from matrixtitan.profiler import Profiler
 from matrixtitan.ranks import split_batch
 from matrixtitan.stuck_weights import StuckWeights
@@ -200,7 +201,7 @@ class Trainer:
         if self.strategy.plan is not None:
             plan = json.dumps(self.strategy.plan.to_json(), indent=1)
             (self.dump_folder / "plan.json").write_text(plan)
-            self.metrics.log_text("plan", plan)
+            self.metrics.log_plan(self.strategy.plan, plan_settings(self.config))
         logger.info(
             "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens and %d rows of "
             "padding; microbatches a rank: %d of %d",

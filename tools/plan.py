@@ -2,6 +2,7 @@
 """Who would own what, and what it would cost: a job planned without its machines.
 
     tools/plan.py --config llama_8b.toml --world-size 64 [--replicas R] [--gpus-per-node 8] [--json]
+        [--picture plan.png]
 
 Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every
 strategy and transport, and each strategy's memory, term by term. Any `--section.key value` of the
@@ -42,6 +43,7 @@ from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.plan.transports import ALL_GATHER
 from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
 from matrixtitan.predict.memory import Precision
+from matrixtitan.predict.pictures import missing_matplotlib, save_plan_picture
 from matrixtitan.predict.report import report
 from matrixtitan.predict.traffic import Job, Machine
 from models import build_model, family
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a config on the machines that the command line describes."""
+    if options.picture and (missing := missing_matplotlib()):
+        raise ValueError(f"--picture: {missing}")
     # a plan reads neither data nor text, so the config's files need not be here
     embedded = shlex.split(EMBEDDED_OVERRIDES)
     config = load_config(["--config", options.config, *embedded, *overrides])
@@ -118,6 +122,8 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
     specs = model_specs(model, config)
     settings = plan_settings(config)
     plan = make_plan(specs, job.shard_ranks, settings)
+    if options.picture:
+        save_plan_picture(plan, settings, options.picture)
     return {
         "model": _model_figures(model, config, vocabulary, specs),
         **report(specs, plan, settings, precision, job, machine),
@@ -168,6 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         "--microbatches", type=_count, default=1, help="per rank and step, each reduced [1]"
     )
     parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw who owns what (.png, .svg, .pdf)"
+    )
     return parser
 
 

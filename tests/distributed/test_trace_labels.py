@@ -11,6 +11,7 @@ import pytest
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import Trainer
 from tests.lib.distributed import run_distributed
+from tools.lab.figures import COMMITTED, read_labels
 
 CONFIG = """
 [job]
@@ -61,6 +62,10 @@ def test_a_trace_of_one_step_lists_every_unit(tmp_path: Path, replicas: int) -> 
         events = json.loads(trace.read_text())["traceEvents"]
         names = Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
         assert names["optimizer::step"] == 1
+        if replicas == 1 and rank == 0:
+            order = [(label.event, label.unit) for label in read_labels(trace)]
+            recorded = json.loads((COMMITTED / "timeline.json").read_text())["labels"]
+            assert order == [(label["event"], label["unit"]) for label in recorded]
         for unit in units:
             # the embedding's backward needs no weights, and the last unit is kept
             gathers = 1 if unit in (units[0], units[-1]) else 2

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,6 +271,7 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert {"config/text_summary", "plan/text_summary"} <= set(events.Tags()["tensors"])
+    assert ("plan" in events.Tags()["images"]) == (find_spec("matplotlib") is not None)
     written = read_curves(tmp_path / "metrics.jsonl")
     assert written.keys() == set(events.Tags()["scalars"])
     for tag, curve in written.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from matrixtitan.config import MetricsConfig
 from matrixtitan.curves import read_curves
+from matrixtitan.log import get_logger
 from matrixtitan.metrics import (
     PEAK_FLOPS,
     Metrics,
@@ -20,6 +22,8 @@ from matrixtitan.metrics import (
     memory_figures,
     peak_flops,
 )
+from matrixtitan.plan.planner import PlanSettings, make_plan
+from matrixtitan.plan.shard import ParamSpec
 from tests.unit.test_progress import Terminal
 
 CPU = torch.device("cpu")
@@ -186,6 +190,33 @@ def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     events.Reload()
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == "    [training]\n    steps = 3"
+
+
+@pytest.mark.parametrize("with_matplotlib", [True, False])
+def test_the_plan_is_shown_as_table_and_picture(
+    with_matplotlib: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if with_matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    spec = ParamSpec("layers.0.wq.weight", (64, 64), "matrix", "layers.0", 64)
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    with caplog.at_level("INFO"):
+        writer = metrics(tmp_path, start_step=0)
+        writer.log_plan(make_plan([spec], 2), PlanSettings())
+        writer.close()
+    left_out = [r.message for r in caplog.records if "without its picture" in r.message]
+    assert len(left_out) == (0 if with_matplotlib else 1)
+    assert all("install the plots extra" in message for message in left_out)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    text = events.Tensors("plan/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "layers.0: wq" in text
+    assert events.Tags()["images"] == (["plan"] if with_matplotlib else [])
 
 
 def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,3 +223,36 @@ def test_the_slowest_machine_has_finite_figures(capsys: pytest.CaptureFixture[st
 def test_a_config_that_cannot_be_opened_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "x" * 5000, "--world-size", "8"]) == 2
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_the_picture_is_drawn_beside_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    _report(capsys, "--config", "debug", "--world-size", "64", "--picture", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("plan.xyz", "Format 'xyz' is not supported"), ("nowhere/plan.png", "No such file")],
+)
+def test_a_picture_that_cannot_be_written_ends_with_one_message(
+    path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = str(tmp_path / path)
+    assert main(["--config", "debug", "--world-size", "2", "--picture", picture]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = str(tmp_path / "plan.png")
+    assert main(["--config", "no such config", "--world-size", "2", "--picture", picture]) == 2
+    error = capsys.readouterr().err
+    assert "--picture: matplotlib is missing; install the plots extra (pip install -e" in error
+    assert len(error.splitlines()) == 1
