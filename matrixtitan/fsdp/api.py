@@ -39,11 +39,11 @@ from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
-from matrixtitan.fsdp.unit import Communication, FillRows, Unit
+from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT, TRANSPORTS
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, TRANSPORTS
 
 ReshardAfterForward = Literal["default", "always", "never"]
 GradientReduction = Literal["mean", "sum"]
@@ -160,14 +160,14 @@ class MatrixFSDP:
         self._schedule = schedule
         self._communication = communication
 
-    def materialize(self, fill_rows: FillRows | None = None) -> None:
-        """Allocate this rank's weights; `fill_rows(fqn, full_shape, start, out)` fills them.
+    def materialize(self, init_rows: InitRows | None = None) -> None:
+        """Allocate this rank's weights; `init_rows(fqn, full_shape, start, out)` fills them.
 
         Needed once after sharding a model that was built on the meta device, before optimizers are
         made. None leaves zeros, for a checkpoint to be loaded into.
         """
         for unit in self.units:
-            unit.materialize(fill_rows)
+            unit.materialize(init_rows)
 
     def set_reduce_gradients(self, reduce: bool) -> None:
         """False: the next backwards accumulate full gradients on every rank, in reduce dtype.

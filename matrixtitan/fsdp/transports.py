@@ -4,7 +4,7 @@ Owns the transports, and the messages of each. A transport moves a list of Owned
 direction: `unshard` sends each from its owner to all ranks of the group, `reduce` sums each over
 all ranks onto its owner. On the other ranks the contents are undefined after a reduction. The list
 has the same order on every rank. Ranks are group ranks throughout. It never decides what travels or
-when. `plan/transports.py` has the registry: names,
+when. `plan/transport_registry.py` has the registry: names,
 prices, and the rule of `auto`. Next: `ring.py`, the third transport, and
 `streams.py`.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from matrixtitan.fsdp.background import Background, Steps, Task, chunks
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.plan.transports import choose_transport, transport_spec
+from matrixtitan.plan.transport_registry import choose_transport, transport_spec
 
 logger = logging.getLogger(__name__)
 
@@ -261,13 +261,13 @@ class Star(Transport):
         ]
 
 
-class DryRun(Transport):
+class FakeTransport(Transport):
     """For PyTorch's fake backend, where one process stands for all ranks.
 
     What other ranks own reads as zeros.
     """
 
-    name = "dry run"
+    name = "fake"
 
     def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
         for owner, tensor in tensors:
@@ -285,7 +285,7 @@ def transport_class(name: str, world_size: int, per_host: int, backend: str) -> 
     ValueError for a name that is not registered, or a transport that does not run on `backend`.
     """
     if backend == "fake":
-        return DryRun
+        return FakeTransport
     if name == "auto":
         name = choose_transport(world_size, backend, per_host)
         logger.info(

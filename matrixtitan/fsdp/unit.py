@@ -31,7 +31,7 @@ PACK_BELOW = 64 * 1024
 """Bytes. Smaller gradients with the same owner are packed and reduced as one tensor. Larger ones
 are reduced where autograd made them, which saves the copy."""
 
-FillRows = Callable[[str, tuple[int, ...], int, Tensor], None]
+InitRows = Callable[[str, tuple[int, ...], int, Tensor], None]
 """(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's value into
 `out`."""
 
@@ -83,10 +83,10 @@ class Unit:
 
     # --- storage -------------------------------------------------------------------------------
 
-    def materialize(self, fill_rows: FillRows | None) -> None:
+    def materialize(self, init_rows: InitRows | None) -> None:
         """Allocate the owner buffer, and give storage to the sharded and the unsharded parameters.
 
-        `fill_rows` writes the values of this rank's rows. None leaves zeros.
+        `init_rows` writes the values of this rank's rows. None leaves zeros.
         """
         comm = self._comm
         smallest = min(self.stored_dtype, self.compute_dtype, key=lambda dtype: dtype.itemsize)
@@ -116,8 +116,8 @@ class Unit:
                 alias(rows).view(shard.local_shape(comm.rank)),
                 alias(full[: shard.numel]).view(shard.shape),
             )
-            if fill_rows is not None and segment is not None:
-                fill_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
+            if init_rows is not None and segment is not None:
+                init_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
         self._transient.free()
 
     def _prepare_unshard(self, layout: Layout, owned: Tensor, transient: Tensor) -> None:

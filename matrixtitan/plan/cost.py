@@ -76,7 +76,7 @@ class CostSettings:
             )
 
 
-Parameter = ParamSpec | MatrixShard
+SpecOrShard = ParamSpec | MatrixShard
 """Both have a shape, a role, block rows and whether they train: enough to price their rows."""
 
 
@@ -105,7 +105,7 @@ class BlockCost(NamedTuple):
 # ---------------------------------------------------------------- one parameter
 
 
-def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
+def matrices_in_block(param: SpecOrShard) -> tuple[int, int, int]:
     """(count, R, C): the matrices orthogonalised or preconditioned apart within one block of a
     matrix parameter."""
     if len(param.shape) == 2:
@@ -132,7 +132,7 @@ def newton_schulz_flops(
     return {"standard": standard, "gram": gram, "auto": min(standard, gram)}[form]
 
 
-def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
+def block_cost(param: SpecOrShard, settings: CostSettings) -> BlockCost:
     """Bytes and FLOPs of one block of `param`; every block of a parameter costs the same."""
     numel = param.block_rows * prod(param.shape[1:])
     parameters = numel * settings.param_bytes

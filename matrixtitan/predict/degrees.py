@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from matrixtitan.plan.cost import block_cost, max_over_mean, rank_bytes, rank_flops
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import choose_transport
+from matrixtitan.plan.transport_registry import choose_transport
 from matrixtitan.predict.memory import Precision, memory_table, peak
 from matrixtitan.predict.traffic import Job, Machine, our_traffic
 

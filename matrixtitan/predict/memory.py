@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from matrixtitan.plan.cost import CostSettings, ResidentBytes, block_cost, rank_bytes
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
-from matrixtitan.predict.strategies import STRATEGIES, Strategy, UnitSize, unit_sizes
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.strategies import STRATEGY_VARIANTS, StrategyVariant, UnitSize, unit_sizes
 
 FSDP2_REDUCTIONS_IN_FLIGHT = 1
 """PyTorch's default: FSDP2 waits for one reduce-scatter before it fills the input of the next."""
@@ -78,8 +78,8 @@ def memory_table(
     backend: str,
     prefetch: int = 1,
     keep_all: bool = False,
-    strategies: Sequence[Strategy] = STRATEGIES,
-) -> dict[Strategy, list[Term]]:
+    strategies: Sequence[StrategyVariant] = STRATEGY_VARIANTS,
+) -> dict[StrategyVariant, list[Term]]:
     """The terms of each of `strategies`; `plan` is ours, over the shard group of a job of `world_size`
     ranks.
 
@@ -98,7 +98,7 @@ _PHASES: tuple[Phase, ...] = ("resident", "forward_backward", "optimizer")
 
 
 def _resident(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     plan: Plan,
     settings: CostSettings,
@@ -129,7 +129,7 @@ def _resident(
 
 
 def _transient(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     shard_ranks: int,
     precision: Precision,
@@ -188,7 +188,7 @@ def _transient(
 
 
 def _exchange_term(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     units: Sequence[UnitSize],
     shard_ranks: int,

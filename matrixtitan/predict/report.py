@@ -14,10 +14,20 @@ from typing import Any
 from matrixtitan.plan.cost import max_over_mean, rank_bytes, rank_flops, unit_shares
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import ALL_GATHER, TRANSPORTS, BusiestBytes, choose_transport
+from matrixtitan.plan.transport_registry import (
+    ALL_GATHER,
+    TRANSPORTS,
+    BusiestBytes,
+    choose_transport,
+)
 from matrixtitan.predict.degrees import recommend
 from matrixtitan.predict.memory import Precision, memory_table, peak
-from matrixtitan.predict.strategies import STRATEGIES, Strategy, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import (
+    STRATEGY_VARIANTS,
+    StrategyVariant,
+    strategy_bytes,
+    unit_sizes,
+)
 from matrixtitan.predict.traffic import Job, Machine, our_traffic, replica_bytes, seconds_of
 
 
@@ -65,7 +75,8 @@ def report(
             name: our_traffic(name, plan, precision, job, machine)._asdict() for name in TRANSPORTS
         },
         "strategies": {
-            name: _strategy(name, specs, plan, precision, job, machine) for name in STRATEGIES
+            name: _strategy(name, specs, plan, precision, job, machine)
+            for name in STRATEGY_VARIANTS
         },
         "memory": {
             name: {
@@ -101,7 +112,7 @@ def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str,
 
 
 def _strategy(
-    name: Strategy,
+    name: StrategyVariant,
     specs: Sequence[ParamSpec],
     plan: Plan,
     precision: Precision,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from matrixtitan.plan.cost import Parameter
+from matrixtitan.plan.cost import SpecOrShard
 
-Strategy = Literal[
+StrategyVariant = Literal[
     "matrix_fsdp",
     "fsdp2_gather_each",
     "fsdp2_gather_once",
@@ -21,14 +21,7 @@ Strategy = Literal[
 ]
 """What `parallelism.strategy` may name; for fsdp2 together with `optimizer.matrix_exchange`."""
 
-STRATEGIES: tuple[Strategy, ...] = (
-    "matrix_fsdp",
-    "fsdp2_gather_each",
-    "fsdp2_gather_once",
-    "fsdp2_all_to_all",
-    "zero1_owner",
-    "ddp",
-)
+STRATEGY_VARIANTS: tuple[StrategyVariant, ...] = get_args(StrategyVariant)
 
 
 class UnitSize(NamedTuple):
@@ -50,7 +43,7 @@ class StepBytes(NamedTuple):
 
 
 def unit_sizes(
-    params: Iterable[Parameter], gathered_once: Iterable[str] = (), row_multiple: int = 1
+    params: Iterable[SpecOrShard], gathered_once: Iterable[str] = (), row_multiple: int = 1
 ) -> list[UnitSize]:
     """Sizes of the units in order of first appearance.
 
@@ -72,7 +65,7 @@ def unit_sizes(
 
 
 def strategy_bytes(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     units: Sequence[UnitSize],
     world_size: int,
     *,

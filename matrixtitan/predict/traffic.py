@@ -1,7 +1,7 @@
 """What a step of ours sends on a machine that is described by its rates, and how long that takes.
 
 Owns the descriptions of a job and a machine. The price of a single unshard or reduction stands with
-its transport, in `plan/transports.py`.
+its transport, in `plan/transport_registry.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from matrixtitan.plan.cost import unit_shares
 from matrixtitan.plan.shard import Plan
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     BusiestBytes,
     Direction,
     transport_bytes,

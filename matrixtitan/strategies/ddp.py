@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from matrixtitan.fsdp import InitRows
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 CommHook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[Tensor]]
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
+from matrixtitan.fsdp import InitRows
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 logger = get_logger()
 

@@ -1,7 +1,7 @@
 """PyTorch's own `fully_shard`, with a Muon step that brings each matrix together in one of three ways.
 
 Owns the wrapping (units, policies, sums instead of means, transports on gloo) and the optimizer step around the
-exchange. AdamW's tail is stepped on DTensors, which is local. Next: `matrix_exchange.py`, `fsdp2_transports.py`.
+exchange. AdamW's tail is stepped on DTensors, which is local. Next: `matrix_exchange.py`, `fsdp2_collectives.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.fsdp.api import make_transport
+from matrixtitan.fsdp import InitRows
+from matrixtitan.fsdp.api import ReshardAfterForward, make_transport
 from matrixtitan.fsdp.transports import Transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.strategies.base import DataParallel, InitRows
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
+from matrixtitan.strategies.base import DataParallel
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,
@@ -34,9 +35,8 @@ from matrixtitan.strategies.matrix_exchange import (
     shard_bounds,
 )
 
-ReshardAfterForward = Literal["default", "always", "never"]
-Transports = Literal["auto", "tuned", "stock"]
-Exchange = Literal["gather_each", "gather_once", "all_to_all"]
+TransportChoice = Literal["auto", "tuned", "stock"]
+ExchangeName = Literal["gather_each", "gather_once", "all_to_all"]
 
 
 class FSDP2(DataParallel):
@@ -63,16 +63,16 @@ class FSDP2(DataParallel):
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: ReshardAfterForward = "default",
         reduce_each_microbatch: bool = True,
-        transports: Transports = "auto",
-        matrix_exchange: Exchange = "all_to_all",
+        transports: TransportChoice = "auto",
+        matrix_exchange: ExchangeName = "all_to_all",
         prefetch: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
         _check_choice(
             "parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward
         )
-        _check_choice("parallelism.fsdp2_transports", transports, Transports)
-        _check_choice("optimizer.matrix_exchange", matrix_exchange, Exchange)
+        _check_choice("parallelism.fsdp2_transports", transports, TransportChoice)
+        _check_choice("optimizer.matrix_exchange", matrix_exchange, ExchangeName)
         self.model = model
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self.shard_group = self.shard_mesh.get_group()
@@ -208,7 +208,7 @@ class FSDP2(DataParallel):
 
 
 def make_exchange(
-    name: Exchange, mesh: DeviceMesh, all_gather: TransportAllGather | None
+    name: ExchangeName, mesh: DeviceMesh, all_gather: TransportAllGather | None
 ) -> MuonExchange:
     """The MuonExchange of `optimizer.matrix_exchange` over a one-dimensional mesh."""
     if name == "gather_each":

@@ -29,11 +29,11 @@ from matrixtitan.optim.muon import (
 )
 from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
 from matrixtitan.plan.cost import newton_schulz_flops
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 
 BUCKETS = 4
 """Into how many exchanges the all-to-all is cut, so that some travel while others are orthogonalised ..."""
-BUCKET_BYTES = 25 << 20
+MAX_BUCKET_BYTES = 25 << 20
 """... and the most that a rank sends in one of them, which bounds the memory."""
 BUCKETS_AHEAD = 2
 
@@ -343,7 +343,7 @@ def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[in
     nbytes = {
         i: updates[i].shape[0] * updates[i].shape[1] * updates[i].dtype.itemsize for i in queue
     }
-    limit = min(BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
+    limit = min(MAX_BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
     slices: list[list[int]] = []
     filled = limit
     for index in queue:

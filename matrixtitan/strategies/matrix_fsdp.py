@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matrixtitan.fsdp import MatrixFSDP
+from matrixtitan.fsdp import InitRows, MatrixFSDP
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 
 class MatrixFSDPStrategy(DataParallel):

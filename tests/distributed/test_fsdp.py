@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from matrixtitan.fsdp import MatrixFSDP, fully_shard
 from matrixtitan.fsdp.api import make_transport
-from matrixtitan.plan.transports import TRANSPORTS
+from matrixtitan.plan.transport_registry import TRANSPORTS
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 

@@ -21,7 +21,7 @@ from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT
 from matrixtitan.predict.memory import Precision, memory_table
 from matrixtitan.rules import RULES
 from tests.lib.count_collectives import CollectiveCounter, no_collectives

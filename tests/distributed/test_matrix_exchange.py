@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.optim.muon import Muon
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,

@@ -18,7 +18,7 @@ from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
 from matrixtitan.predict.strategies import Strategy, strategy_bytes, unit_sizes
 from matrixtitan.strategies.fsdp2 import FSDP2
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
 from matrixtitan.strategies.zero1_owner import Zero1Owner
 from models.llama import Llama

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from matrixtitan.config import ConfigError, load_config
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import OwnedTensor, Transport, transport_class
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     TRANSPORTS,
     BusiestBytes,
     Direction,

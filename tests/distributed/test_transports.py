@@ -17,7 +17,7 @@ from matrixtitan.fsdp import transports
 from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import OwnedTensor, runtime_class
-from matrixtitan.plan.transports import TRANSPORTS
+from matrixtitan.plan.transport_registry import TRANSPORTS
 from tests.lib.distributed import run_distributed
 
 BIG = 3 * CHUNK_BYTES // 4 + 5  # elements of float32: several chunks and a rest

@@ -17,14 +17,14 @@ from matrixtitan.plan.cost import (
 )
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     Direction,
     choose_transport,
     transport_bytes,
     transport_messages,
     transport_seconds,
 )
-from matrixtitan.predict.strategies import STRATEGIES, UnitSize, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import STRATEGY_VARIANTS, UnitSize, strategy_bytes, unit_sizes
 from matrixtitan.rules import RULES, ShampooRule, SOAPRule
 from tests.lib.shapes import LLAMA_8B, llama_specs
 
@@ -225,7 +225,8 @@ def test_strategy_bytes_follow_the_formulas() -> None:
     3/4."""
     units = [UnitSize(800, 700, 600, 2), UnitSize(400, 400, 400, 1)]
     sent = {
-        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4) for name in STRATEGIES
+        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4)
+        for name in STRATEGY_VARIANTS
     }
     sharded = 0.75 * ((2 * 800 + 400) * 2 + 1100 * 4)
     assert sent["matrix_fsdp"] == (sharded, 0)

@@ -17,7 +17,7 @@ from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import OwnedTensor, Transport
 
 
-class Moving(dist.Work):
+class TransportWork(dist.Work):
     """What a transport is moving, as one work handle, which FSDP2 waits for where it needs the result."""
 
     def __init__(self, works: Sequence[Work], pieces: Sequence[OwnedTensor]) -> None:
@@ -49,11 +49,11 @@ class TransportAllGather:
         async_op: bool = False,
     ) -> dist.Work:
         """Fill output_tensor (N n,) with every rank's input_tensor (n,); the handle says when it is there."""
-        pieces = _even_pieces(output_tensor, group.size())
+        pieces = _even_shards(output_tensor, group.size())
         mine = pieces[group.rank()].tensor
         if mine.data_ptr() != input_tensor.data_ptr():  # FSDP2's is its place in the output
             mine.copy_(input_tensor)
-        return Moving(self._transport.unshard(pieces), pieces)
+        return TransportWork(self._transport.unshard(pieces), pieces)
 
 
 class TransportReduceScatter:
@@ -81,13 +81,13 @@ class TransportReduceScatter:
             raise ValueError(
                 f"TransportReduceScatter adds; FSDP2 asked for {op}: set_force_sum_reduction_for_comms(True)"
             )
-        pieces = _even_pieces(input_tensor, group.size())
+        pieces = _even_shards(input_tensor, group.size())
         for work in self._transport.reduce(pieces):
             work.wait()
         output_tensor.copy_(pieces[group.rank()].tensor)
 
 
-def _even_pieces(tensor: Tensor, world_size: int) -> list[OwnedTensor]:
+def _even_shards(tensor: Tensor, world_size: int) -> list[OwnedTensor]:
     """Part r belongs to rank r."""
     return [
         OwnedTensor(owner, part) for owner, part in enumerate(tensor.view(world_size, -1).unbind())

@@ -35,7 +35,7 @@ class BusiestBytes(NamedTuple):
     link: int
 
 
-class Links(NamedTuple):
+class LinkRates(NamedTuple):
     """Each host has one link to the network, each rank one to its neighbours in the host, by default
     taken as free. Rates are bytes per second one way; `message_seconds` is a message's latency."""
 
@@ -73,7 +73,7 @@ class TransportSpec(ABC):
         """Messages of one unshard, or one reduction, that must follow each other."""
 
     def seconds(
-        self, shares: Sequence[int], direction: Direction, backend: str, links: Links
+        self, shares: Sequence[int], direction: Direction, backend: str, links: LinkRates
     ) -> float:
         """Bytes over the slower link, and the latency of each message."""
         moving = _seconds_moving(
@@ -167,7 +167,7 @@ class GroupedSpec(TransportSpec):
         return ceil(owners / GLOO_WORKERS) * each
 
     def seconds(
-        self, shares: Sequence[int], direction: Direction, backend: str, links: Links
+        self, shares: Sequence[int], direction: Direction, backend: str, links: LinkRates
     ) -> float:
         """gloo runs `GLOO_WORKERS` of the collectives at a time, in the order issued, and these start
         and end nearly together: their times add up, group by group.
@@ -278,7 +278,9 @@ def transport_seconds(
     """Predicted time of one unshard or one reduction."""
     if len(shares) == 1:
         return 0.0
-    links = Links(link_bytes_per_second, local_bytes_per_second, message_seconds, ranks_per_host)
+    links = LinkRates(
+        link_bytes_per_second, local_bytes_per_second, message_seconds, ranks_per_host
+    )
     return _priced(name).seconds(shares, direction, backend, links)
 
 
@@ -286,7 +288,7 @@ def _priced(name: str) -> TransportSpec:
     return _ALL_GATHER if name == ALL_GATHER else transport_spec(name)
 
 
-def _seconds_moving(carried: BusiestBytes, links: Links) -> float:
+def _seconds_moving(carried: BusiestBytes, links: LinkRates) -> float:
     """The slower of the network's link and the rank's own counts."""
     return max(carried.link / links.network_rate, carried.rank / links.local_rate)
 
