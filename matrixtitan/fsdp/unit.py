@@ -10,9 +10,10 @@ A unit has three kinds of storage, and each has one place that frees it.
 - The owner buffer is allocated by `materialize` and never freed or moved while the unit lives. The
   sharded parameters are views of it.
 - The transient buffer holds gathered weights. `start_unshard` alone allocates it, and `reshard`
-  alone frees it. `reshard` first waits for a gather in flight, which still writes into it. It is
-  called after the unit's forward (unless the unit is kept for backward), after its backward, and
-  before anything else sees the sharded parameters: a state dict, a step, the next forward.
+  alone frees it, after it has waited for a gather that still writes into the buffer. The schedule
+  calls `reshard` after the unit's forward (unless the unit is kept for backward), after its
+  backward, and before anything else sees the sharded parameters: a state dict, a step, the next
+  forward.
 - Full gradients are allocated by autograd, or by the packing of small ones. A `Reduction` holds
   the only references until `wait_for_owners`, since the communication reads and writes them until
   then. What this rank owns of a split parameter is a view of the full gradient: it is copied out
