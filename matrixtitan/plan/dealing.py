@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from matrixtitan.plan.packing import Load
 
-EXCHANGE_BUDGET = 300_000
-"""Limit on the exchanges between units that are tried.
+SWAP_BUDGET = 300_000
+"""Limit on the swaps between units that are tried.
 
 It bounds the time to plan. A time limit would make the plan depend on the machine.
 """
 
 
-class Kind(NamedTuple):
-    """What pieces have in common that ranks may exchange without a change of balance."""
+class PieceKind(NamedTuple):
+    """What pieces have in common that ranks may swap without a change of balance."""
 
     shape: tuple[int, ...]
     """Of one block."""
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     """The parameter's index in the specs."""
     fqn: str
     unit: str
-    kind: Kind
+    kind: PieceKind
 
 
 def deal(
@@ -48,42 +48,42 @@ def deal(
 ) -> list[int]:
     """The rank of each piece.
 
-    `ranks[r]` says how many pieces of each load rank r takes. `spread_units`: also exchange owners
+    `ranks[r]` says how many pieces of each load rank r takes. `spread_units`: also swap owners
     between units, which takes most of the time.
     """
     owners = _greedy(pieces, _shapes_together(pieces, ranks))
     if spread_units:
-        _exchange(pieces, owners, len(ranks))
+        _swap_between_units(pieces, owners, len(ranks))
     return owners
 
 
 def _shapes_together(
     pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]
-) -> dict[Kind, dict[int, int]]:
+) -> dict[PieceKind, dict[int, int]]:
     """How many pieces of each kind each rank takes: kind -> rank -> pieces.
 
     Kinds of the same load fill the ranks one kind after another, so at most one rank has pieces of
     both where one kind ends and the next begins.
     """
     counts = Counter(piece.kind for piece in pieces)
-    queues: defaultdict[Load, list[Kind]] = defaultdict(list)
+    queues: defaultdict[Load, list[PieceKind]] = defaultdict(list)
     for kind in sorted(counts, reverse=True):
         queues[kind.load].append(kind)
-    slots: defaultdict[Kind, dict[int, int]] = defaultdict(dict)
+    quotas: defaultdict[PieceKind, dict[int, int]] = defaultdict(dict)
     for rank, wanted in enumerate(ranks):
         for load, count in wanted.items():
             while count:
                 kind = queues[load][-1]
                 taken = min(count, counts[kind])
-                slots[kind][rank] = taken
+                quotas[kind][rank] = taken
                 count -= taken
                 counts[kind] -= taken
                 if not counts[kind]:
                     queues[load].pop()
-    return slots
+    return quotas
 
 
-def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[int]:
+def _greedy(pieces: Sequence[Piece], quotas: dict[PieceKind, dict[int, int]]) -> list[int]:
     """The rank of each piece: unit by unit, large pieces first.
 
     A piece goes to the rank that holds least of its unit and of the unit before, among the ranks
@@ -91,7 +91,7 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
     Ties go to the rank that takes most pieces of the kind still, so that the last units have a
     choice, and then to the lowest rank.
     """
-    units: dict[str, dict[Kind, list[int]]] = {}
+    units: dict[str, dict[PieceKind, list[int]]] = {}
     for number, piece in enumerate(pieces):
         units.setdefault(piece.unit, {}).setdefault(piece.kind, []).append(number)
     owners = [0] * len(pieces)
@@ -101,7 +101,7 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
         shares = before.copy()
         mine: Counter[int] = Counter()
         for kind in sorted(kinds, key=lambda kind: (-kind.numel, kind)):
-            left = slots[kind]
+            left = quotas[kind]
             heap = [(shares[rank], -count, rank) for rank, count in left.items()]
             heapq.heapify(heap)
             for number in sorted(kinds[kind], key=lambda number: (pieces[number].fqn, number)):
@@ -118,19 +118,19 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
     return owners
 
 
-def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
-    """Exchange owners between pieces of one kind in two units, while that levels the units' shares.
+def _swap_between_units(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
+    """Swap owners between pieces of one kind in two units, while that levels the units' shares.
 
     The measure is summed over all pairs of neighbouring units and over the ranks: the square of
     what a rank lacks to the mean of the pair. A rank that holds nothing of a pair must receive all
     of it while others wait. What a rank has beyond the mean is counted as the others' lack. Changes
-    `owners` in place, and stops after EXCHANGE_BUDGET trials.
+    `owners` in place, and stops after SWAP_BUDGET trials.
     """
     order = {unit: number for number, unit in enumerate(dict.fromkeys(p.unit for p in pieces), 1)}
     places = [order[piece.unit] for piece in pieces]
     # elements of each unit on each rank, with an empty unit at either end
     shares = [[0] * world_size for _ in range(len(order) + 2)]
-    kinds: defaultdict[Kind, list[int]] = defaultdict(list)
+    kinds: defaultdict[PieceKind, list[int]] = defaultdict(list)
     for number, piece in enumerate(pieces):
         shares[places[number]][owners[number]] += piece.kind.numel
         kinds[piece.kind].append(number)
@@ -152,7 +152,7 @@ def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> No
                 gained -= (lack - change) * (lack - change)
         return gained
 
-    budget, improved = EXCHANGE_BUDGET, True
+    budget, improved = SWAP_BUDGET, True
     while improved and budget > 0:
         improved = False
         for number, piece in enumerate(pieces):

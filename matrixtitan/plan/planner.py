@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matrixtitan.plan.cost import BlockCost, CostSettings, block_cost
-from matrixtitan.plan.dealing import Kind, Piece, deal
+from matrixtitan.plan.dealing import Piece, PieceKind, deal
 from matrixtitan.plan.packing import Load, best_packing, water_level
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
 
@@ -65,7 +65,7 @@ def make_plan(
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
     Pure and deterministic: ties are broken by fqn, then by rank. `spread_units` False leaves out
-    the exchanges that spread each unit over the ranks. They take most of the time, and the
+    the swaps that spread each unit over the ranks. They take most of the time, and the
     matrices' balance does not depend on them: so False is for predictions and not for training.
 
     Raises ValueError for a world size below 1, a parameter named twice, or an egress cap that the
@@ -169,7 +169,7 @@ class _Placement:
                 blocks = count * (piece + 1) // number - count * piece // number
                 shape = (spec.block_rows, *spec.shape[1:])
                 load = Load(blocks * cost.resident.total, blocks * cost.flops)
-                kind = Kind(shape, blocks, blocks * cost.numel, load)
+                kind = PieceKind(shape, blocks, blocks * cost.numel, load)
                 pieces.append(Piece(index, spec.fqn, spec.unit, kind))
         return pieces
 
