@@ -6,7 +6,7 @@ does. Next: `param.py` and `buffers.py`, what a unit consists of; `transports.py
 move.
 
 [Note: who frees what, and when]
-A unit has three kinds of storage, and each has one place that frees it.
+A unit has three kinds of storage. Each is freed in one place, or never.
 - The owner buffer is allocated by `materialize` and never freed or moved while the unit lives. The
   sharded parameters are views of it.
 - The transient buffer holds gathered weights. `start_unshard` alone allocates it, and `reshard`
