@@ -40,7 +40,7 @@ from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.parallelize import model_specs, plan_settings
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.plan.transports import ALL_GATHER
+from matrixtitan.plan.transport_registry import ALL_GATHER
 from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
 from matrixtitan.predict.memory import Precision
 from matrixtitan.predict.pictures import missing_matplotlib, save_plan_picture

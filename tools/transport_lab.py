@@ -8,7 +8,7 @@ takes, in the same rounds, with a few bytes of each owner; the rest of a predict
 fails where a time is more than 20% from its formula, or the ring's bytes are more than 5% above. `--overlap` computes
 meanwhile, for about as long, and says how much of the shorter of the two was hidden. Owns only these comparisons.
 Next: `matrixtitan/fsdp/transports.py`, and
-`matrixtitan/plan/transports.py` for the prices.
+`matrixtitan/plan/transport_registry.py` for the prices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from matrixtitan.mesh import World, init_world
 from matrixtitan.parallelize import model_specs
 from matrixtitan.plan.cost import unit_shares
 from matrixtitan.plan.planner import make_plan
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     TRANSPORTS,
     Direction,
     transport_bytes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matrixtitan.options import Needs, Options, key, not_one_of
-from matrixtitan.plan.transports import TRANSPORTS
+from matrixtitan.plan.transport_registry import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
 from models import FAMILIES

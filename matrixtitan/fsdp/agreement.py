@@ -1,6 +1,6 @@
 """Agreement between ranks: that all have the same plan, and that all gather the same unit next.
 
-Owns the small all-gathers that check both, and the error that every rank raises where they find a
+Owns the two checks, each a small all-gather, and the error that every rank raises where they find a
 difference. It never moves weights or gradients (`transports.py` does). Next: `hooks.py`.
 """
 
@@ -20,7 +20,7 @@ from matrixtitan.plan.shard import Plan
 def gather_integers(
     values: list[int], group: dist.ProcessGroup, device: torch.device, what: str
 ) -> list[list[int]]:
-    """Every rank's `values`, in group rank order; errors name `what` they are for."""
+    """Every rank's `values`, in the order of group ranks. `what` names the purpose in errors."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
@@ -31,17 +31,19 @@ def gather_integers(
 
 
 def compare_plans(plan: Plan | None, groups: Groups, device: torch.device) -> None:
-    """RuntimeError on all ranks, shards and replicas, unless all have the same plan.
+    """RuntimeError on all ranks, of shards and of replicas, unless all have the same plan.
 
-    All ranks call it before anything else communicates. `plan` None: this rank found a mistake. The
-    others learn of it here, and this rank raises its own error afterwards.
+    All ranks call it before anything else communicates. A rank that has found a mistake gives None:
+    the other ranks then raise here, and that rank raises its own error afterwards.
     """
     if groups.shard is None:
         return
     digest = plan.digest if plan is not None else "0" * 64
+    # a rank's entry: its number, and its digest as eight 32-bit integers
     words = [dist.get_rank(), *(int(digest[i : i + 8], 16) for i in range(0, 64, 8))]
     size = len(words)
-    # over shards, then what each found over replicas: no rank raises before all know all
+    # First over the shard group, then all its entries over the replicas. A rank that raised between
+    # the two would leave the others waiting, so errors come after both.
     for group in (groups.shard, groups.replicas):
         if group is None or dist.get_world_size(group) == 1:
             continue
@@ -70,9 +72,10 @@ def compare_plans(plan: Plan | None, groups: Groups, device: torch.device) -> No
 
 
 def order_check(groups: Groups, device: torch.device, names: list[str]) -> Callable[[int], None]:
-    """A function of a unit's index, to be called by all ranks of the shard group at once.
+    """A function `check(index)` that all ranks of the shard group call together.
 
-    It raises RuntimeError on all of them unless all give the same index. `names` are the units'.
+    It raises RuntimeError on all of them unless all give the same unit's index. `names`: the units'
+    names, for the error.
     """
 
     def check(index: int) -> None:

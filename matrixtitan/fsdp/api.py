@@ -1,9 +1,9 @@
 """`fully_shard`: make any nn.Module data-parallel, each matrix whole on one rank; and its handle.
 
 Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
-moves nothing: each step is a file of its own. Next: the steps in their order, `groups.py`,
-`assignment.py` and `agreement.py`; then `hooks.py` for when things happen, `unit.py` for what
-happens.
+moves nothing: each step is a file of its own. Next, in the order of the steps: `groups.py`,
+`assignment.py` and `agreement.py`. Then `hooks.py` (when things happen) and `unit.py` (what
+happens).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
-from matrixtitan.fsdp.unit import Communication, FillRows, Unit
+from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT, TRANSPORTS
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, TRANSPORTS
 
 ReshardAfterForward = Literal["default", "always", "never"]
 GradientReduction = Literal["mean", "sum"]
@@ -112,7 +112,7 @@ def fully_shard(
         check_plan(plan, assignment, groups.shard_ranks)
         check_units(assignment)
     except Exception:
-        # the other ranks wait in this comparison; this rank's own error says more than its outcome
+        # The other ranks wait in the comparison. This rank's own error says more than its outcome.
         with suppress(RuntimeError):
             compare_plans(None, groups, device)
         raise
@@ -139,8 +139,10 @@ def fully_shard(
 
 
 class MatrixFSDP:
-    """Handle of a sharded model. Call the model as before; `model.parameters()` are this rank's
-    rows."""
+    """The handle of a sharded model, which is called as before.
+
+    Between steps `model.parameters()` are this rank's rows.
+    """
 
     def __init__(
         self,
@@ -160,24 +162,25 @@ class MatrixFSDP:
         self._schedule = schedule
         self._communication = communication
 
-    def materialize(self, fill_rows: FillRows | None = None) -> None:
-        """Allocate this rank's weights; `fill_rows(fqn, full_shape, start, out)` fills them.
+    def materialize(self, init_rows: InitRows | None = None) -> None:
+        """Allocate this rank's weights; `init_rows(fqn, full_shape, start, out)` fills them.
 
         Needed once after sharding a model that was built on the meta device, before optimizers are
         made. None leaves zeros, for a checkpoint to be loaded into.
         """
         for unit in self.units:
-            unit.materialize(fill_rows)
+            unit.materialize(init_rows)
 
     def set_reduce_gradients(self, reduce: bool) -> None:
-        """False: the next backwards accumulate full gradients on every rank, in reduce dtype.
+        """Choose whether the next backwards reduce their gradients; they do unless told otherwise.
 
-        The next backward after True reduces their sum.
+        False: they accumulate full gradients on every rank, in reduce dtype. The first backward
+        after True reduces the sum.
         """
         self._schedule.reduce_gradients = reduce
 
     def reshard(self) -> None:
-        """Free every gathered unit now."""
+        """Free the weights of every gathered unit now."""
         self._schedule.reshard()
 
     def local_parameters(self) -> list[LocalParam]:
@@ -203,7 +206,10 @@ class MatrixFSDP:
         return sum(unit.transient_nbytes for unit in self.units)
 
     def close(self) -> None:
-        """Stop the transports' threads, without waiting for peers where a step was broken off."""
+        """Stop the transports' threads.
+
+        Where an error or Ctrl-C broke a step off, this does not wait for the messages in flight.
+        """
         for transport in (self._communication.unshard, self._communication.reduce):
             if transport is not None:
                 transport.close()
@@ -250,7 +256,10 @@ def _communication(
     gradient_reduction: str,
     timeout: timedelta | None,
 ) -> Communication:
-    """Two transports, as weights and gradients may be in flight between two ranks at once."""
+    """Two transports, since weights and gradients may be in flight between two ranks at once.
+
+    Each has a process group of its own, in which messages match by order.
+    """
     unshard = reduce = None
     if groups.shard is not None and groups.shard_ranks > 1:
         unshard, reduce = (
@@ -277,7 +286,10 @@ def _build_unit(
     communication: Communication,
     mp_policy: MixedPrecisionPolicy,
 ) -> Unit:
-    """One unit, with this rank's rows of the model's values unless these are on the meta device."""
+    """One unit, filled with this rank's rows of the model's values.
+
+    A unit on the meta device has no values, and waits for `materialize`.
+    """
     params = [
         ShardedParam(
             shard,
@@ -315,13 +327,16 @@ def _is_kept(reshard_after_forward: ReshardAfterForward | bool, unit: Unit, is_l
 def make_transport(
     name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
 ) -> Transport:
-    """The transport `name`, or "auto", over the ranks of `group`, in a group of its own.
+    """The transport `name`, or what "auto" chooses, over the ranks of `group`.
 
-    All ranks of `group` call it. `timeout` is that of the new group; None: PyTorch's default.
+    The transport gets a new process group. All ranks of `group` call this. `timeout` is the new
+    group's; None: PyTorch's default. Raises ValueError for a name that is not registered, or a
+    transport that does not run on the group's backend.
     """
     ranks, backend = dist.get_process_group_ranks(group), backend_of(group, device)
     per_host = ranks_on_this_machine(len(ranks))
-    if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
+    if name == "auto" and backend == "gloo":
+        # machines may have different numbers of ranks, and all ranks must choose alike
         counts = gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
     chosen = transport_class(name, len(ranks), per_host, backend)

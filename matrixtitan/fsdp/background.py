@@ -64,9 +64,10 @@ class Task:
 class Background:
     """Begins tasks in the order given, on one thread that starts with the first task.
 
-    Where a task allows it, the next begins before it is done. After an error all other tasks fail
-    with the same error, because peers would take their messages for those that were not sent.
-    It is a daemon thread, so that a dead peer cannot keep this process from ending.
+    Where a task allows it, the next begins before that task is done. After an error all other tasks
+    fail with the same error: messages match by order, so peers would take those of later tasks for
+    those that were not sent. The thread is a daemon, so that a dead peer cannot keep this process
+    from ending.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,10 +92,10 @@ class Background:
         return task
 
     def close(self) -> None:
-        """End the thread.
+        """End the thread, and wait for its end unless a task is still in flight.
 
-        Where something is still in flight, an error or Ctrl-C broke a step off, and ranks may all
-        wait for each other. So this does not wait for the thread then.
+        A task is in flight only where an error or Ctrl-C broke a step off. Ranks may all wait for
+        each other then.
         """
         if self._thread is not None:
             self._tasks.put(None)
@@ -137,6 +138,6 @@ class Background:
         except BaseException as error:
             # the task's waiter raises it; the frames hold tensors
             traceback.clear_frames(error.__traceback__)
-            # set before the task is done, so that a thread that sees it done can submit no more
+            # set before the task is done: a thread that sees the task done must not submit another
             self._error = error
             task.finish(error)

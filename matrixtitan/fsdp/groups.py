@@ -96,6 +96,6 @@ def _ahead_of_compute(timeout: timedelta | None) -> object:
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
-        # new_group sets it too, and warns where the options have another
+        # new_group sets the timeout too, and warns where the options have another
         options._timeout = timeout
     return options

@@ -1,7 +1,8 @@
 """When each unit is gathered, freed and reduced: hooks around its modules, and the units' order.
 
 Owns the schedule of one sharded model, and its state over a forward and a backward. It moves no
-bytes. Next: `unit.py`, which does.
+bytes and frees no buffer itself. Next: `unit.py`, which does both; [Note: who frees what, and when]
+there belongs to this file too.
 
 [Note: when a unit's gradients are reduced]
 One autograd function on a module's inputs tells when the backward through that call is over. The
@@ -50,7 +51,7 @@ class Call:
 
     def __init__(self, state: UnitState, module: nn.Module) -> None:
         self.state = state
-        # the backward of a lookup needs the indices alone
+        # the backward of an embedding needs the indices alone
         self.needs_weights = type(module) is not nn.Embedding
         self.begun = False
         """Its backward has begun."""
@@ -87,8 +88,9 @@ class UnitState:
 class Schedule:
     """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself.
 
-    The gradients of at most `max_reductions` units are in reduction at once. `check_order` raises
-    on every rank unless all ranks now gather the unit of the same index.
+    The full gradients of at most `max_reductions` units are in reduction at once. `prefetch` units
+    are gathered ahead. `check_order` raises on every rank unless all ranks now gather the unit of
+    the same index: see [Note: one order on all ranks].
     """
 
     def __init__(
@@ -142,9 +144,10 @@ class Schedule:
         self.reshard()
 
     def reshard(self) -> None:
-        """Free every gathered unit.
+        """Free the weights of every gathered unit.
 
-        `parameters()` yields the sharded ones again, and no stale copy can train on.
+        Afterwards `parameters()` yields the sharded parameters, and the next forward gathers what
+        was changed in them.
         """
         for state in self.states:
             state.unit.reshard()
@@ -161,7 +164,7 @@ class Schedule:
         for state in self.states:
             state.unit.check_materialized()
             state.running.clear()
-        # what an earlier forward left gathered may be stale by now
+        # an optimizer may have stepped since an earlier forward left its last unit gathered
         self.reshard()
         self._recorded = []
         self._in_root_forward = True
@@ -171,7 +174,8 @@ class Schedule:
     ) -> tuple[Any, Any] | None:
         unit = state.unit
         if state.in_backward:
-            # recomputed by a checkpoint outside the unit, which needs the weights and no more hooks
+            # A checkpoint outside the unit recomputes it. That needs the weights. The call whose
+            # backward runs is open already.
             unit.finish_unshard()
             return None
         if self._in_backward and torch.is_grad_enabled():
@@ -216,9 +220,10 @@ class Schedule:
             )
 
     def _gather(self, state: UnitState, order: list[UnitState] | None, step: int) -> None:
-        """Gather one unit, and begin to gather the next ones in `order`; its own comes first.
+        """Gather one unit and wait for it; before the wait, begin to gather the next ones.
 
-        `step` 1: the next ones are those after it, in forward. -1: those before it, in backward.
+        `step` 1, in forward: the next ones follow it in `order`. -1, in backward: they precede it,
+        and units whose weights no backward wants are left out.
         """
         state.unit.start_unshard()
         if order is not None and state in order:
@@ -287,19 +292,20 @@ class Schedule:
             self._gather(state, self._order, step=-1)
 
     def _post_backward(self, call: Call) -> None:
-        """All gradients of one call are there."""
+        """All gradients of one call are there: see [Note: when a unit's gradients are reduced]."""
         if call.over:
             return
         call.over = True
         state = call.state
         state.calls.discard(call)
         if len(state.unit.modules) == 1 or not state.weights_wanted:
-            # otherwise the backward of its next module follows at once
+            # a tied unit whose other module still needs the weights in this backward keeps them
             state.unit.reshard()
         if not state.calls:
             self._reduce(state)
 
     def _reduce(self, state: UnitState) -> None:
+        """Begin to sum a unit's gradients onto their owners, or keep them if reduction is off."""
         if not state.unit.trainable:
             return
         state.keeps_gradients = not self.reduce_gradients
@@ -308,14 +314,15 @@ class Schedule:
             return
         most = self.max_reductions
         if len(self._reductions) > most and self._reductions[-most - 1].accumulates:
-            # otherwise this rank would hold its gradients twice
+            # its sums would lie beside the `.grad` that they are added to until backward ends
             self._reductions.pop(-most - 1).finish()
         if len(self._reductions) >= most:
-            # bounds the full gradients that are alive
+            # the next reduction begins below; with it at most `most` hold full gradients
             self._reductions[-most].wait_for_owners()
         self._reductions.append(state.unit.start_reduce())
 
     def _end_backward(self) -> None:
+        """Reduce what is left, in a fixed order; add all sums to `.grad`; free all weights."""
         try:
             late = {call.state for call in self._begun if not call.over}
             self._close_calls()
@@ -335,14 +342,15 @@ class Schedule:
             self._forget_backward()
 
     def _close_calls(self) -> None:
+        """Close every call whose backward began in the backward that ends."""
         for call in self._begun:
             call.over = True
             call.state.calls.discard(call)
 
     def _abandon_backward(self) -> None:
-        """Drop the last backward's gradients and all unreduced ones; it raised, on every rank.
+        """Drop the gradients of a backward that raised, on every rank, and all unreduced ones.
 
-        What it has added to reduced gradients of earlier backwards stays, as in plain PyTorch.
+        Sums that were added to `.grad` before it raised stay there, as in plain PyTorch.
         """
         self._close_calls()
         for reduction in self._reductions:

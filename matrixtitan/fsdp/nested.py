@@ -1,7 +1,7 @@
 """The tensors inside a module's arguments and outputs, however these are nested.
 
-Owns two walks over tuples, lists, dicts and dataclasses, in the same order. They never copy a
-tensor. Next: `mixed_precision.py` and `hooks.py`, which use them.
+Owns two walks over tuples, lists, dicts and dataclasses, which visit tensors in the same order.
+They never copy a tensor. Next: `mixed_precision.py` and `hooks.py`, which use them.
 """
 
 from __future__ import annotations

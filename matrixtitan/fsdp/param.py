@@ -44,8 +44,8 @@ class ShardedParam:
             requires_grad=trainable,
         )
         self.unsharded: nn.Parameter | None = None
-        # full shape, reduce dtype: accumulated without reducing
         self.unreduced_grad: Tensor | None = None
+        """This rank's gradient, of the full shape, accumulated in reduce dtype without reducing."""
 
     @property
     def fqn(self) -> str:
@@ -62,10 +62,16 @@ class ShardedParam:
         self.use_sharded()
 
     def use_sharded(self) -> None:
+        """Put the sharded parameter into the modules."""
         for slot in self.slots:
             setattr(slot.module, slot.name, self.sharded)
 
     def use_unsharded(self) -> None:
+        """Put the unsharded parameter into the modules.
+
+        Raises RuntimeError where the user's code replaced the parameter or changed its
+        requires_grad after `fully_shard`.
+        """
         assert self.unsharded is not None
         for slot in self.slots:
             if getattr(slot.module, slot.name) is not self.sharded:
@@ -82,10 +88,10 @@ class ShardedParam:
             setattr(slot.module, slot.name, self.unsharded)
 
     def take_gradient(self) -> Tensor | None:
-        """Return this rank's gradient, of the full shape, and drop every reference to it.
+        """Return this rank's gradient, of the full shape, and drop this object's references to it.
 
-        It includes what was kept unreduced, and is in reduce dtype then, else in compute dtype.
-        None: the parameter was not used.
+        It includes what `keep_gradient` accumulated. It is in reduce dtype then, otherwise in
+        compute dtype. None: the parameter was not used.
         """
         assert self.unsharded is not None
         grad, self.unsharded.grad = self.unsharded.grad, None
@@ -95,6 +101,6 @@ class ShardedParam:
         return kept if grad is None else kept.add_(grad)
 
     def keep_gradient(self, dtype: torch.dtype) -> None:
-        """Accumulate this rank's gradient without reducing it, in `dtype` (reduce dtype)."""
+        """Accumulate this rank's gradient in `dtype`, the reduce dtype, without reducing it."""
         grad = self.take_gradient()
         self.unreduced_grad = None if grad is None else grad.to(dtype)

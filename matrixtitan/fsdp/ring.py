@@ -1,9 +1,9 @@
 """The ring transport: each rank receives chunks from its left neighbour and sends to its right one.
 
-Owns the order of chunks on a link. Gloo only: receives posted ahead of their sends would deadlock
-NCCL. It never runs on the main thread: one thread per transport forwards while the main thread
-computes, so operations begin in the order in which they were issued. Next: `background.py`, that
-thread.
+Owns the order of chunks on a link. Gloo only, since it posts receives ahead of their sends: see
+[Note: NCCL's messages go in one launch] in `transports.py`. It never runs on the main thread: one
+thread per transport forwards while the main thread computes, and operations begin in the order in
+which they were issued. Next: `background.py`, that thread.
 
 [Note: order of chunks on a link]
 Unshard: rank r's link carries the tensors of owners r, r-1, ..., r+2: its own first, then what
@@ -15,11 +15,12 @@ bitwise identical.
 [Note: where the next operation begins]
 A rank that owns little of a unit must receive most of it. So in each unit one link carries more
 than the others, and it is another link in another unit. A rank may begin the next operation, if it
-has been issued, when it has sent all of the last one and posted all its receives; both must keep
-their order on a link. What goes no further may still arrive then. So links wait for each other
-mostly where their sums over several units differ. Two limits remain. A reduction posts only 2 MB of
-receives ahead, to save memory, so the next operation waits until the last of its own sums are that
-near. And the thread looks for the next operation only between two chunks.
+has been issued, when it has issued all sends of the last one and posted all its receives; both must
+keep their order on a link. Chunks that this rank does not forward may still arrive then. So links
+wait for each other mostly where their sums over several units differ. Two limits remain. A
+reduction posts only 2 MB of receives ahead, to save memory, so the next operation cannot begin
+before the last of this one's receives are posted. And the thread looks for the next operation only
+between two chunks.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from matrixtitan.fsdp.transports import OwnedTensor, Transport, chunks_by_owner
 POSTED_BYTES = 2 << 20
 """Bytes of the receives that each reduction posts before it needs their data.
 
-Gloo starts to send only into a posted receive, and a neighbour that has no core for a while must
-not stop the link. These are 8 chunks of the largest size, or 85 of the smallest.
+With fewer, a neighbour that has no core for a while would stop the link: see
+[Note: gloo sends into posted receives] in `transports.py`. These are 8 chunks of the largest size,
+or 85 of the smallest.
 """
 
 
 class Ring(Transport):
-    """Rank r sends S - s_(r+1) bytes to gather and S - s_r to reduce, whatever the balance.
+    """Rank r sends S - s_(r+1) bytes to unshard and S - s_r bytes to reduce, whatever the balance.
 
-    S is the bytes of a unit, s_r those that rank r owns.
+    S is a unit's bytes, and s_r is the part of them that rank r owns.
     """
 
     name = "ring"
@@ -79,7 +81,7 @@ class Ring(Transport):
         ]
         sends = [self._send(chunk) for chunk in by_owner[self.rank]]
         for (owner, chunk), receive in zip(incoming, receives, strict=True):
-            # those of the right neighbour come last and go no further
+            # the right neighbour's own chunks come last, and this rank does not forward them
             yield owner == self._right
             _wait(receive)
             if owner != self._right:
@@ -107,13 +109,13 @@ class Ring(Transport):
                     (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
                 )
 
-        # first, since the notice of a receive would queue behind what this rank sends
+        # receives come first: see [Note: gloo sends into posted receives]
         post(POSTED_BYTES // size)
-        # the sums that start here
+        # the sums for the left neighbour start at this rank
         sends = [self._send(chunk) for chunk in by_owner[self._left]]
         while posted:
             owner, mine, received, work = posted.popleft()
-            # this rank's own sums come last
+            # the sums that this rank owns come last, and it does not forward them
             yield not incoming and owner == self.rank
             _wait(work)
             mine.add_(received)

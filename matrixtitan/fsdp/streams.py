@@ -7,9 +7,11 @@ replicas). It decides when they may start and how a waiter waits. It issues noth
 [Note: stream order instead of record_stream]
 Every buffer that communication touches is allocated while the compute stream is current. It is
 freed there too, after the compute stream has waited for the communication. The allocator therefore
-reuses the buffer in compute-stream order. A communication that starts after an event recorded on
-the compute stream finds the buffer unused. So `record_stream` is not needed, whose deferred frees
-make peak memory depend on timing.
+reuses the buffer in compute-stream order. A communication stream waits for the compute stream
+before it starts, so nothing else uses the buffer then. So `record_stream` is not needed, whose
+deferred frees make peak memory depend on timing. Three waits make this hold, and none implies
+another: in `Channel.submit` the communication stream waits for compute, and then for the backend's
+own stream (`Work.wait`); in `Pending.wait` compute waits for the communication stream.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ class Work(Protocol):
 class Pending:
     """Communication in flight, for the compute stream (CUDA) or this thread (CPU) to wait for.
 
-    It is waited for once. After a part has failed, `wait` raises at every call: the buffers do not
-    hold what was sent, and other parts may still write into them, so they must not be freed for
-    another use. The other parts are not waited for, since each may take its own timeout.
+    It is waited for once. After one of its works has failed, `wait` raises at every call: the
+    buffers do not hold what was sent, and other works may still write into them, so the buffers
+    must not be freed for another use. The other works are not waited for, since each may take its
+    own timeout.
     """
 
     def __init__(
@@ -49,13 +52,13 @@ class Pending:
 
     def wait(self) -> None:
         if self._event is not None:
-            # what compute does next reads the received data
+            # compute reads the received data next, and may free buffers that the network read
             torch.cuda.current_stream().wait_event(self._event)
             self._event = None
         try:
             while self._error is None and self._works:
                 self._works[0].wait()
-                # gloo's works can be waited for only once
+                # popped after its wait, since gloo's works can be waited for only once
                 self._works.popleft()
         except RuntimeError as error:
             self._error = error
@@ -64,7 +67,10 @@ class Pending:
 
 
 def failure(what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise where `what` ended with `error`, which does not name its purpose."""
+    """The error to raise where the communication `what` ended with `error`.
+
+    The backend's own error does not say what the communication was for.
+    """
     return RuntimeError(f"{what} failed: another rank died, or timed out: {error}")
 
 
@@ -85,7 +91,7 @@ class Channel:
             except RuntimeError as error:
                 # gloo raises it at once on connections that an earlier failure closed
                 return Pending((), None, what, error)
-        # by then buffers exist and owners' rows are written
+        # compute may still be writing the owners' rows, or using the memory of a new buffer
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for work in issue():

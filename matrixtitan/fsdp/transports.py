@@ -1,12 +1,22 @@
 """How a unit's weights and gradients travel between their owners and the other ranks.
 
-Owns the transports, and the messages of each. A transport moves a list of OwnedTensors in one
-direction: `unshard` sends each from its owner to all ranks of the group, `reduce` sums each over
-all ranks onto its owner. On the other ranks the contents are undefined after a reduction. The list
-has the same order on every rank. Ranks are group ranks throughout. It never decides what travels or
-when. `plan/transports.py` has the registry: names,
-prices, and the rule of `auto`. Next: `ring.py`, the third transport, and
-`streams.py`.
+Owns the interface `Transport`, and the messages of `Grouped` and `Star`. A transport moves a list
+of OwnedTensors in one direction: `unshard` sends each from its owner to all ranks of the group,
+`reduce` sums each over all ranks onto its owner. On the other ranks the contents are undefined
+after a reduction. The list has the same order on every rank. Ranks are group ranks throughout.
+This module never decides what travels or when. Names, prices and the rule of "auto" are in
+`plan/transport_registry.py`. Next: `ring.py`, the third transport, and `streams.py`.
+
+[Note: gloo sends into posted receives]
+Gloo starts to send a message only when the receiver has posted the receive and its notice has
+arrived. So receives are posted before their data is needed, but only so many at a time, since each
+needs a buffer. And a rank posts its receives before its sends: the notice would queue behind the
+bytes that it sends to the same peer.
+
+[Note: NCCL's messages go in one launch]
+NCCL's sends and receives are kernels that wait for the peer's. Issued one by one, they would wait
+for each other in a circle. So on NCCL all messages of an operation go in one launch
+(`batch_isend_irecv`, or one coalesced group of collectives), and nothing is posted ahead.
 """
 
 from __future__ import annotations
@@ -27,15 +37,15 @@ from torch import Tensor
 
 from matrixtitan.fsdp.background import Background, Steps, Task, chunks
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.plan.transports import choose_transport, transport_spec
+from matrixtitan.plan.transport_registry import choose_transport, transport_spec
 
 logger = logging.getLogger(__name__)
 
 ADD_BYTES, ADDS_AHEAD = 1 << 20, 4
-"""Bytes that a star's reduction receives at a time, and receives that it posts ahead.
+"""Bytes that a star's reduction receives at a time, and receives that it posts ahead on gloo.
 
-Gloo starts to send only into a posted receive, so they are posted before their data is needed. The
-two bound the reduction's buffers, however many peers there are.
+The two bound the reduction's buffers, however many peers there are: see
+[Note: gloo sends into posted receives].
 """
 
 
@@ -54,8 +64,9 @@ def ranks_on_this_machine(world_size: int) -> int:
 class Transport(ABC):
     """Moves tensors in a process group of its own, so that no other traffic can cross its messages.
 
-    Each transport is used in one direction. Several operations may be in flight: the next may begin
-    before the last is over.
+    An instance is used in one direction. Several of its operations may be in flight: the next may
+    begin before the last is over. Until the caller has waited for the works that it got, it keeps
+    the tensors alive and leaves them alone.
     """
 
     name: str
@@ -67,10 +78,15 @@ class Transport(ABC):
         self.on_nccl = dist.get_backend(group) == "nccl"
 
     @abstractmethod
-    def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]: ...
+    def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        """Begin to copy each tensor from its owner to all ranks. All ranks call it in one order."""
 
     @abstractmethod
-    def reduce(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]: ...
+    def reduce(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        """Begin to sum each tensor over all ranks, in place on its owner.
+
+        The other ranks' tensors serve as work space. All ranks call it in one order.
+        """
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to release
         """Stop threads, if any. The process group belongs to whoever made it."""
@@ -79,9 +95,9 @@ class Transport(ABC):
 class Grouped(Transport):
     """One broadcast, or one reduce, per tensor, all at once.
 
-    They run concurrently on gloo, and as one coalesced launch on NCCL. Two gloo ranks send to each
-    other as in a star. There gloo runs two collectives in opposite directions sometimes at once and
-    sometimes one after the other, and its reduce sends half as much again.
+    The collectives run concurrently on gloo, and as one coalesced launch on NCCL. Two gloo ranks
+    use a Star instead: between two ranks gloo runs collectives in opposite directions sometimes at
+    once and sometimes one after the other, and its reduce sends half as much again.
     """
 
     name = "grouped"
@@ -124,7 +140,7 @@ class Grouped(Transport):
 class Star(Transport):
     """Owners send to all peers; in a reduction all peers send to the owner.
 
-    The owner adds in a fixed order.
+    The owner adds in a fixed order, so two runs are bitwise identical.
     """
 
     name = "star"
@@ -134,7 +150,8 @@ class Star(Transport):
         self._background = Background(f"star of rank {self.rank}")
         self._sender = Background(f"sends of the star of rank {self.rank}")
         self._across_machines = self.world_size > ranks_on_this_machine(self.world_size)
-        self._adding: Task | None = None  # the last reduction's
+        self._adding: Task | None = None
+        """Where the last reduction's sums are added."""
 
     def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
         receives = [_Message(dist.irecv, t, owner) for owner, t in tensors if owner != self.rank]
@@ -156,8 +173,8 @@ class Star(Transport):
         mine = by_owner[self.rank]
         # [Note: order of a star's reduction]
         # Chunk by chunk, nearest peer first, on both sides: owner o adds from o + 1, o + 2, ...,
-        # rank r sends to r - 1, r - 2, ... So receivers never share a link, and none waits for a
-        # sender that waits for another.
+        # and rank r sends to r - 1, r - 2, ... So no two senders share a receiver's link, and no
+        # owner waits for a sender that still waits for another owner.
         sends = [
             _Message(dist.isend, by_owner[owner][index], owner)
             for index in range(max(map(len, by_owner)))
@@ -172,7 +189,7 @@ class Star(Transport):
             self._adding = self._background.submit(self._add_peers(mine, posted))
             works.append(self._adding)
             if idle:
-                # receives before sends, as in `_exchange`
+                # receives come first: see [Note: gloo sends into posted receives]
                 posted.wait()
         return works + self._send(sends)
 
@@ -183,13 +200,12 @@ class Star(Transport):
     def _send(self, sends: list[_Message]) -> list[Work]:
         """Send, across machines one message after another.
 
-        All at once they would leave in the order in which peers become ready, which is the same for
-        all ranks. All ranks would send to the same peer at the same time, and its link would be
-        congested.
+        Messages issued all at once leave in the order in which peers become ready, which is the
+        same for all ranks. All ranks would send to the same peer at the same time, and its link
+        would be congested.
         """
         if not (sends and self._across_machines):
             return self._exchange(sends)
-
         return [self._sender.submit(self._send_in_turn(sends))]
 
     def _send_in_turn(self, sends: list[_Message]) -> Steps:
@@ -199,7 +215,10 @@ class Star(Transport):
                 work.wait()
 
     def _add_peers(self, mine: list[Tensor], first_posted: Event) -> Steps:
-        """Add what peers send, in the order of [Note: order of a star's reduction]."""
+        """Add what peers send to this rank's `mine`, in [Note: order of a star's reduction].
+
+        Sets `first_posted` once the first receives are posted, or could not be.
+        """
         incoming = (
             (chunk, (self.rank + step) % self.world_size)
             for chunk in mine
@@ -225,9 +244,9 @@ class Star(Transport):
             post(1)
 
     def _reduce_at_once(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
-        """One launch, since NCCL's sends and receives would wait for each other.
+        """All messages in one launch: see [Note: NCCL's messages go in one launch].
 
-        It takes a buffer for every peer.
+        So it needs a receive buffer for every peer at once.
         """
         mine = [tensor for owner, tensor in tensors if owner == self.rank]
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
@@ -244,14 +263,13 @@ class Star(Transport):
         if not messages:
             return []
         if self.on_nccl:
-            # one launch: issued one by one, NCCL's sends would wait for each other
+            # see [Note: NCCL's messages go in one launch]
             operations = [
                 dist.P2POp(m.call, m.tensor, group=self.group, group_peer=m.peer) for m in messages
             ]
             return list(dist.batch_isend_irecv(operations))
         # No tags: between two ranks gloo matches messages in order, in each direction. Receives
-        # come first: the peer waits for the notice of them, which would queue behind this rank's
-        # sends.
+        # come first: see [Note: gloo sends into posted receives].
         messages = sorted(messages, key=lambda m: m.call is dist.isend)
         return [
             _issued(dist.isend(m.tensor, group=self.group, group_dst=m.peer))
@@ -261,13 +279,13 @@ class Star(Transport):
         ]
 
 
-class DryRun(Transport):
-    """For PyTorch's fake backend, where one process stands for all ranks.
+class FakeTransport(Transport):
+    """Sends nothing: for PyTorch's fake backend, where one process stands for all ranks.
 
-    What other ranks own reads as zeros.
+    What other ranks own reads as zeros. See `strategies/dry_run.py`.
     """
 
-    name = "dry run"
+    name = "fake"
 
     def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
         for owner, tensor in tensors:
@@ -285,7 +303,7 @@ def transport_class(name: str, world_size: int, per_host: int, backend: str) -> 
     ValueError for a name that is not registered, or a transport that does not run on `backend`.
     """
     if backend == "fake":
-        return DryRun
+        return FakeTransport
     if name == "auto":
         name = choose_transport(world_size, backend, per_host)
         logger.info(
@@ -297,15 +315,19 @@ def transport_class(name: str, world_size: int, per_host: int, backend: str) -> 
         )
     spec = transport_spec(name)
     if not spec.runs_on(backend):
+        instead = choose_transport(world_size, backend, per_host)
         raise ValueError(
             f"transport {name!r} works on {' and '.join(spec.backends or ())} alone, "
-            f"this group's backend is {backend}: use {choose_transport(world_size, backend, per_host)!r}"
+            f"this group's backend is {backend}: use {instead!r}"
         )
     return runtime_class(name)
 
 
 def runtime_class(name: str) -> type[Transport]:
-    """What moves the bytes of a registered transport, imported on demand; RuntimeError where its entry is wrong."""
+    """The class that moves the bytes of a registered transport, imported on demand.
+
+    Raises RuntimeError where the registry's entry names no such class.
+    """
     module, _, attribute = transport_spec(name).runtime.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -315,7 +337,8 @@ def runtime_class(name: str) -> type[Transport]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise RuntimeError(
-            f"transport {name!r}: its runtime {module}:{attribute} is no {Transport.__module__}.Transport"
+            f"transport {name!r}: its runtime {module}:{attribute} is no "
+            f"{Transport.__module__}.Transport"
         )
     return found
 
@@ -340,7 +363,7 @@ class _Message(NamedTuple):
 class _AddAfter:
     """Waits for the received gradients, then adds them in rank order.
 
-    So two runs are bitwise identical.
+    `wait` is called with the communication stream current, so the adds run after the messages.
     """
 
     def __init__(self, works: Sequence[Work], additions: list[tuple[Tensor, Tensor]]) -> None:
@@ -366,10 +389,11 @@ def _coalesced(  # type: ignore[no-untyped-def]
     """One NCCL group call around several collectives; its `works` holds one work for all.
 
     `_coalescing_manager` is private in PyTorch up to 2.15. It has no public counterpart for
-    broadcast and reduce: `batch_isend_irecv` covers point-to-point only. It is used only here. The
-    collectives must be asynchronous. A synchronous coalesced launch goes to the current stream.
-    NCCL's watchdog looks at the group's own stream and takes the launch for done at once, so a
-    stalled peer would never time out.
+    broadcast and reduce: `batch_isend_irecv` covers point-to-point only. It is used only here.
+
+    The collectives must be asynchronous. A synchronous coalesced launch goes to the current stream,
+    while NCCL's watchdog looks at the group's own stream. The watchdog would take the launch for
+    done at once, and a stalled peer would never time out.
     """
     return dist.distributed_c10d._coalescing_manager(
         group=group, device=tensors[0].tensor.device, async_ops=True

@@ -1,7 +1,26 @@
 """One unit's life, SHARDED -> (unshard) -> UNSHARDED -> (reshard) -> SHARDED, and its reductions.
 
-Owns the unit's buffers and the state of its parameters. It never decides when: `hooks.py` does.
-Next: `param.py` and `buffers.py`, what a unit consists of; `transports.py`, how its bytes move.
+Owns the unit's buffers and the state of its parameters. A gradient is summed onto its owner by
+`Unit.start_reduce` and the `Reduction` that it returns. This module never decides when: `hooks.py`
+does. Next: `param.py` and `buffers.py`, what a unit consists of; `transports.py`, how its bytes
+move.
+
+[Note: who frees what, and when]
+A unit has three kinds of storage. Each is freed in one place, or never.
+- The owner buffer is allocated by `materialize` and never freed or moved while the unit lives. The
+  sharded parameters are views of it.
+- The transient buffer holds gathered weights. `start_unshard` alone allocates it, and `reshard`
+  alone frees it, after it has waited for a gather that still writes into the buffer. The schedule
+  calls `reshard` after the unit's forward (unless the unit is kept for backward), after its
+  backward, and before anything else sees the sharded parameters: a state dict, a step, the next
+  forward.
+- Full gradients are allocated by autograd, or by the packing of small ones. A `Reduction` holds
+  the only references until `wait_for_owners`, since the communication reads and writes them until
+  then. What this rank owns of a split parameter is a view of the full gradient: it is copied out
+  at that point, so that the full gradient is freed. The schedule bounds how many reductions are
+  under way.
+On a GPU, memory may be freed before kernels that use it have run: see
+[Note: stream order instead of record_stream] in `streams.py`.
 
 [Note: labels in a trace]
 A trace of torch.profiler shows spans that carry the unit's name: `matrix_fsdp::unshard` and
@@ -31,14 +50,14 @@ PACK_BELOW = 64 * 1024
 """Bytes. Smaller gradients with the same owner are packed and reduced as one tensor. Larger ones
 are reduced where autograd made them, which saves the copy."""
 
-FillRows = Callable[[str, tuple[int, ...], int, Tensor], None]
-"""(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's value into
-`out`."""
+InitRows = Callable[[str, tuple[int, ...], int, Tensor], None]
+"""(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's initial
+value into `out`."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What all units share: this rank, its shard group's size, and how bytes move."""
+    """What all units share: this rank's place in the shard group, and how bytes move."""
 
     rank: int
     world_size: int
@@ -52,6 +71,8 @@ class Communication:
     reduce_channel: Channel
     replica_channel: Channel
     gradient_divisor: int
+    """What sums of gradients are divided by on their owner: 1 for a sum, the number of ranks of the
+    mesh for a mean."""
 
 
 class Unit:
@@ -76,17 +97,17 @@ class Unit:
         self.labels = Labels(name)
         self._pending: Pending | None = None
         self._transient: TransientBuffer | None = None
-        # what an unshard sends, the same list on every rank
         self._gathered: list[OwnedTensor] = []
-        # (into the transient buffer, from the owner buffer)
+        """What an unshard sends and receives, in the same order on every rank."""
         self._copies: list[tuple[Tensor, Tensor]] = []
+        """(into the transient buffer, from the owner buffer): done before an unshard sends."""
 
     # --- storage -------------------------------------------------------------------------------
 
-    def materialize(self, fill_rows: FillRows | None) -> None:
+    def materialize(self, init_rows: InitRows | None) -> None:
         """Allocate the owner buffer, and give storage to the sharded and the unsharded parameters.
 
-        `fill_rows` writes the values of this rank's rows. None leaves zeros.
+        `init_rows` writes the values of this rank's rows. None leaves zeros.
         """
         comm = self._comm
         smallest = min(self.stored_dtype, self.compute_dtype, key=lambda dtype: dtype.itemsize)
@@ -116,14 +137,15 @@ class Unit:
                 alias(rows).view(shard.local_shape(comm.rank)),
                 alias(full[: shard.numel]).view(shard.shape),
             )
-            if fill_rows is not None and segment is not None:
-                fill_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
+            if init_rows is not None and segment is not None:
+                init_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
         self._transient.free()
 
     def _prepare_unshard(self, layout: Layout, owned: Tensor, transient: Tensor) -> None:
-        """List what an unshard sends, and what it first copies into the transient buffer.
+        """List what an unshard sends, and what it copies into the transient buffer before.
 
-        It copies this rank's rows of split parameters, and its own region where that is cast.
+        It copies this rank's rows of split parameters, and this rank's region where compute dtype
+        differs from stored dtype.
         """
         rank = self._comm.rank
         self._gathered, self._copies = [], []
@@ -155,6 +177,7 @@ class Unit:
         return self._transient.nbytes if self._transient is not None else 0
 
     def check_materialized(self) -> None:
+        """RuntimeError where a parameter is still on the meta device."""
         for param in self.params:
             if param.sharded.is_meta:
                 raise RuntimeError(
@@ -165,7 +188,10 @@ class Unit:
     # --- weights -------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
-        """Begin to gather; a no-op unless SHARDED. All ranks must call it in the same order."""
+        """Begin to gather the weights; a no-op unless the unit is sharded.
+
+        All ranks must call it in the same order of units.
+        """
         if self.state != "sharded":
             return
         self.state = "unsharding"
@@ -179,7 +205,7 @@ class Unit:
         def issue() -> Sequence[Work]:
             with torch.no_grad():
                 for target, source in copies:
-                    # this rank's rows of split parameters; the only cast to compute dtype
+                    # the only place where weights are cast to compute dtype
                     target.copy_(source)
             return transport.unshard(gathered) if transport is not None and gathered else ()
 
@@ -201,10 +227,10 @@ class Unit:
         self.state = "unsharded"
 
     def reshard(self) -> None:
-        """Free the gathered weights and put the sharded parameters back."""
+        """Put the sharded parameters back and free the gathered weights."""
         if self.state == "sharded":
             return
-        # a prefetch in flight still writes into the buffer
+        # see [Note: who frees what, and when]
         self.finish_unshard()
         for param in self.params:
             param.use_sharded()
@@ -216,6 +242,7 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
+        """Whether any parameter needs a gradient."""
         return any(param.trainable for param in self.params)
 
     def keep_gradients(self) -> None:
@@ -231,9 +258,12 @@ class Unit:
                 param.take_gradient()
 
     def start_reduce(self) -> Reduction:
-        """Begin to sum every gradient onto its owner.
+        """Begin to sum every gradient onto its owner, the rank that steps the parameter.
 
-        A parameter unused on this rank counts as zeros, so that all ranks send the same list.
+        Each rank's gradient of a parameter has the full shape, in reduce dtype on the wire. Every
+        segment's rows go to the rank that owns the segment. A parameter that this rank did not use
+        counts as zeros, so that all ranks send the same list. All ranks must call this in the same
+        order of units.
         """
         with record_function(self.labels.reduce):
             return self._start_reduce()
@@ -287,9 +317,10 @@ class Labels:
 
 
 class Reduction:
-    """Gradients of one unit in reduction.
+    """Gradients of one unit on their way to their owners, then over the replicas, then to `.grad`.
 
-    It holds every buffer until the compute stream has waited for the communication.
+    It holds every buffer until the compute stream has waited for the communication: see
+    [Note: who frees what, and when].
     """
 
     def __init__(
@@ -322,7 +353,7 @@ class Reduction:
         self._pending = None
         self._reduced = []
         comm = self._unit._comm
-        # rows of a larger gradient move out of it, so that it can be freed
+        # rows of a split parameter are copied out of the full gradient, which is freed with that
         self._mine = [
             (param, part.clone() if part.numel() < param.shard.numel else part)
             for param, part in self._mine
@@ -340,10 +371,10 @@ class Reduction:
                 )
 
     def drop(self) -> None:
-        """Wait, and forget the sums."""
+        """Wait for the communication, and forget the sums."""
         mine, self._mine = self._mine, []
         self.finish()
-        # a buffer must live until what writes into it was waited for
+        # the buffers had to live until here, since the communication wrote into them
         del mine
 
     def finish(self) -> None:

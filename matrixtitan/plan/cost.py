@@ -1,8 +1,8 @@
 """What a placement costs a rank, by formula: resident bytes and optimizer FLOPs.
 
-Owns the two prices that the planner minimises. Nothing measured enters, so that a plan is the same
-on every machine. It never decides who owns what (`planner.py` does) and knows nothing of torch. What
-travels is priced in `transports.py`. Read the words in `shard.py` first.
+Owns the two prices that the planner minimises. No price is measured, so a plan is the same on every
+machine. This module never decides who owns what (`planner.py` does). What travels is priced in
+`transport_registry.py`. Read the words in `shard.py` first.
 """
 
 from __future__ import annotations
@@ -17,33 +17,38 @@ from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan
 NewtonSchulzForm = Literal["standard", "gram", "auto"]
 
 ADAMW_FLOPS = 12
-"""Elementwise operations per parameter of one AdamW step: decay, two moments, square root,
-quotient, update."""
+"""Operations of one AdamW step per element: decay, two moments, square root, quotient, update."""
+
 FIRST_RESTART, RESTART_EVERY = 2, 3
-"""Steps of Newton-Schulz's Gram form before its first restart, where it goes back to the long matrix,
-and between later ones; `optim/newton_schulz.py` restarts there and says why."""
+"""Steps of Newton-Schulz's Gram form before its first restart, and between later ones.
+
+A restart goes back to the long matrix; `optim/newton_schulz.py` says why.
+"""
 
 
 class MatrixRule(Protocol):
-    """What the planner asks of the rule that steps the matrices."""
+    """What the planner asks of the rule that steps the matrices; `matrixtitan/rules/` has them."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def keeps_float32(self) -> bool:
-        """Whether its state is float32 whatever the parameters are stored in."""
+        """Whether its state is float32, whatever dtype the parameters are stored in."""
 
     def state_bytes(self, rows: int, cols: int, param_bytes: int) -> int:
-        """Of one matrix (R, C), whose elements take `param_bytes`; step counters are not counted."""
+        """Bytes of state of one matrix (R, C) whose elements take `param_bytes`.
+
+        Step counters are not counted.
+        """
 
     def flops(self, rows: int, cols: int) -> int:
-        """Of one step on one matrix (R, C)."""
+        """FLOPs of one step on one matrix (R, C)."""
 
 
 @dataclass(frozen=True)
 class OrthogonalizedMomentum:
-    """The price of Muon with five Newton-Schulz steps: what a plan assumes unless told otherwise."""
+    """The price of Muon with five Newton-Schulz steps, which a plan assumes by default."""
 
     name: str = "muon"
     keeps_float32: bool = False
@@ -57,10 +62,10 @@ class OrthogonalizedMomentum:
 
 @dataclass(frozen=True)
 class CostSettings:
-    """What bytes and FLOPs depend on beside shapes. Bytes are per element, as stored on the owner.
+    """What bytes and FLOPs depend on besides shapes. Bytes are per element, as the owner stores it.
 
-    `state_bytes`: of the matrix rule's state where that follows the parameter's dtype, and of
-    AdamW's moments.
+    `state_bytes` applies to AdamW's moments, and to the matrix rule's state unless that is always
+    float32 (`rule.keeps_float32`).
     """
 
     rule: MatrixRule = OrthogonalizedMomentum()
@@ -76,13 +81,17 @@ class CostSettings:
             )
 
 
-Parameter = ParamSpec | MatrixShard
-"""Both have a shape, a role, block rows and whether they train: enough to price their rows."""
+SpecOrShard = ParamSpec | MatrixShard
+"""A parameter before or after it is placed. Both have what prices its rows: shape, role, block rows
+and whether it is trained."""
 
 
 class ResidentBytes(NamedTuple):
-    """Bytes that stay on a rank between steps, without what aligns parameters in their buffers: each
-    rank's rows of one are padded to 64 bytes (256 on a GPU)."""
+    """Bytes that stay on a rank between steps.
+
+    Padding is not counted: each rank's rows of a parameter are padded to 64 bytes, or 256 on a GPU
+    (`fsdp/buffers.py`).
+    """
 
     parameters: int
     gradients: int
@@ -94,7 +103,7 @@ class ResidentBytes(NamedTuple):
 
 
 class BlockCost(NamedTuple):
-    """Price of the smallest piece of a parameter that may not be cut."""
+    """Price of one block: the smallest part of a parameter that may not be cut."""
 
     rows: int
     numel: int
@@ -105,9 +114,11 @@ class BlockCost(NamedTuple):
 # ---------------------------------------------------------------- one parameter
 
 
-def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
-    """(count, R, C): the matrices orthogonalised or preconditioned apart within one block of a
-    matrix parameter."""
+def matrices_in_block(param: SpecOrShard) -> tuple[int, int, int]:
+    """(count, R, C): one block of a matrix parameter holds `count` matrices (R, C).
+
+    Each of them is orthogonalised or preconditioned by itself.
+    """
     if len(param.shape) == 2:
         return 1, param.block_rows, param.shape[1]
     return param.block_rows * prod(param.shape[1:-2]), param.shape[-2], param.shape[-1]
@@ -116,14 +127,19 @@ def matrices_in_block(param: Parameter) -> tuple[int, int, int]:
 def newton_schulz_flops(
     rows: int, cols: int, steps: int = 5, form: NewtonSchulzForm = "auto"
 ) -> int:
-    """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix; m and n its short and long
-    side.
+    """FLOPs of `steps` quintic Newton-Schulz steps on one (R, C) matrix.
 
-    Standard (Jordan et al. 2024), a step: A = X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n). Gram:
-    the iteration runs on m x m matrices, four products a step, and touches X twice per chunk of
-    steps; a chunk's first step has no product to extend (one less), its last no Gram matrix to
-    carry on (two less). "auto", as Muon has it but for small matrices on a CPU: the cheaper one,
-    which is Gram for five steps once n is over 1.5 m.
+    Below, m is its short side and n its long one.
+
+    "standard" (Jordan et al. 2024) has three products a step: A = X X^T (2 m^2 n FLOPs), A A
+    (2 m^3) and B X (2 m^2 n).
+
+    "gram" runs the iteration on m x m matrices, with four products a step. It touches X twice per
+    chunk, the steps between two restarts. The first step of a chunk has no product to extend (one
+    product less), and the last has no Gram matrix to carry on (two less).
+
+    "auto" is the cheaper of the two: for five steps "gram" once n is over 1.5 m. Muon chooses in
+    the same way, except for small matrices on a CPU.
     """
     short, long = sorted((rows, cols))
     standard = steps * (4 * short * short * long + 2 * short**3)
@@ -132,7 +148,7 @@ def newton_schulz_flops(
     return {"standard": standard, "gram": gram, "auto": min(standard, gram)}[form]
 
 
-def block_cost(param: Parameter, settings: CostSettings) -> BlockCost:
+def block_cost(param: SpecOrShard, settings: CostSettings) -> BlockCost:
     """Bytes and FLOPs of one block of `param`; every block of a parameter costs the same."""
     numel = param.block_rows * prod(param.shape[1:])
     parameters = numel * settings.param_bytes
@@ -174,9 +190,10 @@ def rank_flops(plan: Plan, settings: CostSettings) -> list[int]:
 
 
 def unit_shares(plan: Plan, element_bytes: int, *, gradients: bool = False) -> dict[str, list[int]]:
-    """Bytes of each unit that each rank holds (s_r), units in order of first appearance.
+    """By unit, the bytes of its weights on each rank (s_r); units in order of first appearance.
 
-    `gradients`: those of its gradients, which frozen parameters have none of.
+    `gradients`: the bytes of its gradients instead, so without frozen parameters. `element_bytes`:
+    the bytes of one element as it travels.
     """
     shares: dict[str, list[int]] = {}
     for shard in plan.shards:
@@ -188,6 +205,6 @@ def unit_shares(plan: Plan, element_bytes: int, *, gradients: bool = False) -> d
 
 
 def max_over_mean(values: Sequence[int]) -> float:
-    """How far the fullest rank is above the average; 1.0 where there is nothing at all."""
+    """The largest of `values` over their mean; 1.0 where all are zero."""
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0

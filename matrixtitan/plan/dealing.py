@@ -1,9 +1,9 @@
 """Which matrix goes to which rank, once the packing has fixed how much of each price a rank holds.
 
-Owns two choices that leave every rank's bytes and FLOPs as they are: equal shapes are kept
-together, for batched products, and the matrices of neighbouring units are spread over ranks, so
-that no rank sends, or lacks, much of both alone. It never changes the balance: `packing.py` made it. `planner.py`
-calls both.
+Owns two choices that leave every rank's bytes and FLOPs as they are. Equal shapes are kept
+together, so that products can be batched. The matrices of neighbouring units are spread over the
+ranks, so that no rank must send most of both, or receive most of both. This module never changes
+the balance, which `packing.py` made. `planner.py` calls both.
 """
 
 from __future__ import annotations
@@ -16,85 +16,92 @@ from typing import NamedTuple
 
 from matrixtitan.plan.packing import Load
 
-EXCHANGE_BUDGET = 300_000
-"""Exchanges between units tried at most: a bound on planning time that does not depend on the
-machine."""
+SWAP_BUDGET = 300_000
+"""Limit on the swaps between units that are tried.
+
+It bounds the time to plan. A time limit would make the plan depend on the machine.
+"""
 
 
-class Kind(NamedTuple):
-    """Pieces of one kind are interchangeable between ranks."""
+class PieceKind(NamedTuple):
+    """What pieces have in common that ranks may swap without a change of balance."""
 
-    shape: tuple[int, ...]  # of one block
+    shape: tuple[int, ...]
+    """Of one block."""
     blocks: int
     numel: int
     load: Load
 
 
 class Piece(NamedTuple):
-    """Blocks of one parameter that travel together."""
+    """Blocks of one parameter that get the same owner."""
 
-    param: int  # its place in the specs
+    param: int
+    """The parameter's index in the specs."""
     fqn: str
     unit: str
-    kind: Kind
+    kind: PieceKind
 
 
 def deal(
     pieces: Sequence[Piece], ranks: Sequence[Counter[Load]], spread_units: bool = True
 ) -> list[int]:
-    """The rank of each piece; `ranks` says how many pieces of each load a rank takes.
+    """The rank of each piece.
 
-    `spread_units`: also exchange owners between units, the slow part.
+    `ranks[r]` says how many pieces of each load rank r takes. `spread_units`: also swap owners
+    between units, which takes most of the time.
     """
     owners = _greedy(pieces, _shapes_together(pieces, ranks))
     if spread_units:
-        _exchange(pieces, owners, len(ranks))
+        _swap_between_units(pieces, owners, len(ranks))
     return owners
 
 
 def _shapes_together(
     pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]
-) -> dict[Kind, dict[int, int]]:
-    """Slots of each kind: rank -> pieces.
+) -> dict[PieceKind, dict[int, int]]:
+    """How many pieces of each kind each rank takes: kind -> rank -> pieces.
 
-    Kinds of one load fill the ranks in turn, so that of any two neighbours in that order one rank
-    at most has both.
+    Kinds of the same load fill the ranks one kind after another, so at most one rank has pieces of
+    both where one kind ends and the next begins.
     """
     counts = Counter(piece.kind for piece in pieces)
-    queues: defaultdict[Load, list[Kind]] = defaultdict(list)
+    queues: defaultdict[Load, list[PieceKind]] = defaultdict(list)
     for kind in sorted(counts, reverse=True):
         queues[kind.load].append(kind)
-    slots: defaultdict[Kind, dict[int, int]] = defaultdict(dict)
+    quotas: defaultdict[PieceKind, dict[int, int]] = defaultdict(dict)
     for rank, wanted in enumerate(ranks):
         for load, count in wanted.items():
             while count:
                 kind = queues[load][-1]
                 taken = min(count, counts[kind])
-                slots[kind][rank] = taken
+                quotas[kind][rank] = taken
                 count -= taken
                 counts[kind] -= taken
                 if not counts[kind]:
                     queues[load].pop()
-    return slots
+    return quotas
 
 
-def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[int]:
-    """Unit by unit, large pieces first, each to the rank with a slot for it that holds least of the
-    unit and of the one before: what a link carries of one follows the other's without a gap.
+def _greedy(pieces: Sequence[Piece], quotas: dict[PieceKind, dict[int, int]]) -> list[int]:
+    """The rank of each piece: unit by unit, large pieces first.
 
-    Ties go to the rank with most slots left, so that the last units still have a choice, then to
-    the lowest rank.
+    A piece goes to the rank that holds least of its unit and of the unit before, among the ranks
+    that still take its kind. Both units count, because a link carries one right after the other.
+    Ties go to the rank that takes most pieces of the kind still, so that the last units have a
+    choice, and then to the lowest rank.
     """
-    units: dict[str, dict[Kind, list[int]]] = {}
+    units: dict[str, dict[PieceKind, list[int]]] = {}
     for number, piece in enumerate(pieces):
         units.setdefault(piece.unit, {}).setdefault(piece.kind, []).append(number)
     owners = [0] * len(pieces)
-    before: Counter[int] = Counter()  # what ranks hold of the unit before
+    # elements that ranks hold of the unit before
+    before: Counter[int] = Counter()
     for kinds in units.values():
         shares = before.copy()
         mine: Counter[int] = Counter()
         for kind in sorted(kinds, key=lambda kind: (-kind.numel, kind)):
-            left = slots[kind]
+            left = quotas[kind]
             heap = [(shares[rank], -count, rank) for rank, count in left.items()]
             heapq.heapify(heap)
             for number in sorted(kinds[kind], key=lambda number: (pieces[number].fqn, number)):
@@ -111,27 +118,29 @@ def _greedy(pieces: Sequence[Piece], slots: dict[Kind, dict[int, int]]) -> list[
     return owners
 
 
-def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
-    """Let two units exchange the owners of pieces of one kind while that evens what ranks hold of
-    two neighbouring units, within a budget.
+def _swap_between_units(pieces: Sequence[Piece], owners: list[int], world_size: int) -> None:
+    """Swap owners between pieces of one kind in two units, while that levels the units' shares.
 
-    Unevenness is the sum of squares of what ranks lack to the mean of such a pair: a rank that holds
-    nothing of it must receive all of it, while others wait. What a rank has beyond the mean is
-    counted as the others' lack.
+    The measure is summed over all pairs of neighbouring units and over the ranks: the square of
+    what a rank lacks to the mean of the pair. A rank that holds nothing of a pair must receive all
+    of it while others wait. What a rank has beyond the mean is counted as the others' lack. Changes
+    `owners` in place, and stops after SWAP_BUDGET trials.
     """
     order = {unit: number for number, unit in enumerate(dict.fromkeys(p.unit for p in pieces), 1)}
     places = [order[piece.unit] for piece in pieces]
-    shares = [[0] * world_size for _ in range(len(order) + 2)]  # an empty unit at either end
-    kinds: defaultdict[Kind, list[int]] = defaultdict(list)
+    # elements of each unit on each rank, with an empty unit at either end
+    shares = [[0] * world_size for _ in range(len(order) + 2)]
+    kinds: defaultdict[PieceKind, list[int]] = defaultdict(list)
     for number, piece in enumerate(pieces):
         shares[places[number]][owners[number]] += piece.kind.numel
         kinds[piece.kind].append(number)
     totals = [sum(share) for share in shares]
-    means = [sum(two) // world_size for two in pairwise(totals)]  # of each pair of neighbours
-    means[0] = means[-1] = 0  # those at the ends are none
+    # a rank's mean share of each pair of neighbours; the pairs with an empty unit do not count
+    means = [sum(two) // world_size for two in pairwise(totals)]
+    means[0] = means[-1] = 0
 
     def shift(unit: int, rank: int, change: int) -> int:
-        """Let `rank` hold `change` more of `unit`; how much less uneven both pairs with it are then."""
+        """Let `rank` hold `change` elements more of `unit`; return how far the measure falls."""
         before, at, after = shares[unit - 1], shares[unit], shares[unit + 1]
         held = at[rank]
         at[rank] = held + change
@@ -143,7 +152,7 @@ def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> No
                 gained -= (lack - change) * (lack - change)
         return gained
 
-    budget, improved = EXCHANGE_BUDGET, True
+    budget, improved = SWAP_BUDGET, True
     while improved and budget > 0:
         improved = False
         for number, piece in enumerate(pieces):
@@ -158,6 +167,7 @@ def _exchange(pieces: Sequence[Piece], owners: list[int], world_size: int) -> No
                 if gained > 0:
                     owners[number], owners[peer], improved = there, here, True
                     continue
+                # undo the four shifts
                 for place, holds in ((unit, weight), (other, -weight)):
                     shares[place][here] += holds
                     shares[place][there] -= holds

@@ -1,4 +1,8 @@
-"""LocalParam: one parameter as this rank's optimizer and checkpoint see it, under every strategy."""
+"""LocalParam: one parameter as this rank's optimizer and checkpoint see it, under every strategy.
+
+Owns that description alone. `MatrixFSDP.local_parameters` and `strategies/` make it;
+`optim/build.py` and `checkpoint/` read it. Next: `shard.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ if TYPE_CHECKING:
 class LocalParam:
     """The rows of one parameter that this rank holds.
 
-    `tensor` has shape (rows, *full_shape[1:]) and is what `backward` gives a `.grad`; under fsdp2 it is a DTensor of
-    the full shape. `start` is the index of its first row in the full parameter. Scales and roles come from
-    `full_shape` and `block_rows`, never from the local shape.
+    `tensor` has shape (rows, *full_shape[1:]), and backward sets its `.grad`. Under fsdp2 it is a
+    DTensor of the full shape. `start` is the index of its first row in the full parameter.
+    Optimizers take scales from `full_shape` and `block_rows`, never from the local shape.
     """
 
     fqn: str

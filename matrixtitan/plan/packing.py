@@ -1,8 +1,8 @@
 """Bin packing in two prices, bytes and FLOPs: longest processing time first, then swaps.
 
-Owns the search; it knows loads and how many ranks there are, not parameters. Ranks are
-interchangeable here, so a packing is a multiset of rank contents: that keeps thousands of ranks
-cheap, since few contents differ. `planner.py` turns contents into owners.
+Owns the search. It knows loads and the number of ranks, and no parameter. Ranks are interchangeable
+here, so a packing is a multiset of rank contents. Few contents differ, so thousands of ranks cost
+little. Next: `dealing.py`, which turns contents into owners.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 CLEAR_MARGIN = 1.02
-"""A packing of cut parameters must beat one of whole ones by this factor: cutting costs messages."""
+"""A packing of cut parameters must beat one of whole parameters by this factor, since each cut
+costs messages."""
 
 MAX_SWAPS = 1000
-"""Improving exchanges tried at most; each is applied to all ranks with the same contents at once.
-"""
-
+"""Limit on improving swaps. Each is applied to all ranks with the same contents at once."""
 
 NOTHING = -1
 """In place of the number of a load: no piece comes back in a swap."""
 
 
 class Load(NamedTuple):
-    """What one piece weighs on its rank."""
+    """What one piece costs the rank that holds it."""
 
     bytes: int
     flops: int
 
 
 Content = tuple[int, ...]
-"""How many pieces of each load one rank holds."""
+"""How many pieces of each load one rank holds, in the order of `Packing.loads`."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """`contents[c]` ranks hold c; `floor` is what the fullest rank holds at least once the tail is
-    poured, in bytes."""
+    """How many ranks have which content.
+
+    `floor`, in bytes: the fullest rank holds at least this much once the tail is poured.
+    """
 
     loads: tuple[Load, ...]
     contents: Counter[Content]
@@ -57,7 +58,10 @@ class Packing:
         return max(self.weigh(content).flops for content in self.contents)
 
     def clearly_better_than(self, other: Packing) -> bool:
-        """Fewer bytes than `other` beyond the margin, or as few and fewer FLOPs beyond it."""
+        """Whether this packing beats `other` by more than CLEAR_MARGIN.
+
+        It beats it in bytes, or, where bytes are equal within the margin, in FLOPs.
+        """
         if self.max_bytes * CLEAR_MARGIN < other.max_bytes:
             return True
         return (
@@ -66,7 +70,7 @@ class Packing:
         )
 
     def ranks(self) -> list[Counter[Load]]:
-        """The contents rank by rank, those with most FLOPs first."""
+        """The content of each rank; ranks with most FLOPs come first."""
         order = sorted(
             self.contents, key=lambda content: (self.weigh(content)[::-1], content), reverse=True
         )
@@ -78,11 +82,11 @@ class Packing:
 
 
 def best_packing(pieces: Counter[Load], ranks: int, poured: int) -> Packing:
-    """Pack `pieces` on `ranks` ranks: least bytes on the fullest, then, at no more bytes, least
-    FLOPs.
+    """Pack `pieces` on `ranks` ranks.
 
-    `poured` bytes will be spread afterwards wherever there is room, so bytes below the resulting
-    level are free.
+    It minimises the bytes of the fullest rank, then, at no more bytes, the FLOPs of the busiest.
+    `poured` bytes of cuttable tail are spread afterwards wherever there is room, so a rank's bytes
+    below the level that they reach cost nothing.
     """
     loads = tuple(sorted(pieces, reverse=True))
     counts = [pieces[load] for load in loads]
@@ -122,8 +126,9 @@ def _longest_first(
 ) -> Counter[Content]:
     """Longest processing time first: the heaviest piece left goes to the rank that has least.
 
-    With a cap, a rank whose bytes it would pass is left out; where no rank has room, the piece goes
-    to the one with the fewest bytes, for swaps to mend or the caller to reject.
+    With a `cap` in bytes, ranks that the piece would bring over it are left out. Where no rank has
+    room, the piece goes to the rank with the fewest bytes. Swaps may mend that, or the caller
+    rejects the packing.
     """
     primary, second = (0, 1) if by == "bytes" else (1, 0)
     held = [[0] * len(loads) for _ in range(ranks)]
@@ -133,7 +138,8 @@ def _longest_first(
     )
     for k in order:
         load = loads[k]
-        full = []  # no room for this load, nor for another of its kind
+        # ranks without room for one more piece of this load
+        full = []
         for _ in range(counts[k]):
             while heap and cap is not None and _bytes(heap[0], by) + load.bytes > cap:
                 full.append(heapq.heappop(heap))
@@ -160,11 +166,10 @@ def _bytes(entry: tuple[int, int, int], by: str) -> int:
 def _improve(
     loads: Sequence[Load], contents: Counter[Content], by: str, target: int, cap: int | None
 ) -> Counter[Content]:
-    """Move or exchange single pieces between the heaviest contents and others until the heaviest is
-    at `target`.
+    """Move or swap single pieces between the heaviest rank and others until it is at `target`.
 
-    Each exchange strictly lowers the heavier of the two; with a cap, none brings a rank's bytes
-    over it.
+    `target` is in the price `by`. Each swap strictly lowers the heavier of the two ranks. With a
+    `cap` in bytes, no swap brings a rank over it.
     """
     primary = 0 if by == "bytes" else 1
     contents = Counter(contents)
@@ -181,13 +186,16 @@ def _improve(
         contents[swap.cold] -= times
         contents[_changed(hot, swap.give, swap.take)] += times
         contents[_changed(swap.cold, swap.take, swap.give)] += times
-        contents = +contents  # drops contents that no rank has any more
+        # drop contents that no rank has any more
+        contents = +contents
     return contents
 
 
 class _Swap(NamedTuple):
-    """The heaviest rank gives one piece to a rank that holds `cold`, for one in return or for
-    NOTHING."""
+    """The heaviest rank gives one piece to a rank with content `cold`, and takes one or NOTHING.
+
+    `heavier` is the larger price of the two ranks afterwards. `give` and `take` index the loads.
+    """
 
     heavier: int
     cold: Content
@@ -198,7 +206,7 @@ class _Swap(NamedTuple):
 def _swaps(
     loads: Sequence[Load], weights: dict[Content, Load], hot: Content, primary: int, cap: int | None
 ) -> Iterator[_Swap]:
-    """Every exchange after which both ranks are below what the heaviest is now."""
+    """Every swap after which both ranks are below the heaviest rank's present price."""
     before = weights[hot]
     given = [k for k, count in enumerate(hot) if count]
     for cold, weight in weights.items():

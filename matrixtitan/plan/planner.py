@@ -1,10 +1,15 @@
-"""Who owns what: one global, deterministic placement of a model's parameters on the ranks of a
-shard group.
+"""Who owns what: a deterministic placement of all parameters on the ranks of a shard group.
 
-Owns the objective: least resident bytes on the fullest rank, then least optimizer FLOPs on the
-busiest one, then equal shapes together and units spread. It measures nothing, communicates nothing
-and knows no model. Prices come from `cost.py`, words from `shard.py`;
-`packing.py`, next, balances the ranks and `dealing.py` names the owners.
+Owns the objective, in this order: least resident bytes on the fullest rank; least optimizer FLOPs
+on the busiest rank; equal shapes together and each unit spread over the ranks. It measures nothing,
+communicates nothing and knows no model. Prices come from `cost.py`, and words from `shard.py`.
+Next: `packing.py`, which balances the ranks, and `dealing.py`, which names the owners.
+
+[Note: matrices first, then tails]
+A matrix cannot be cut, so whole matrices leave the ranks uneven. The tail (AdamW's parameters) can
+be cut at any row, so it fills up what is missing. Small tail tensors are not worth a cut and stay
+whole. So `make_plan` places matrices, then small tails, and then pours the large tails (embedding,
+output head) over the ranks like water, up to one level.
 """
 
 from __future__ import annotations
@@ -15,25 +20,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matrixtitan.plan.cost import BlockCost, CostSettings, block_cost
-from matrixtitan.plan.dealing import Kind, Piece, deal
+from matrixtitan.plan.dealing import Piece, PieceKind, deal
 from matrixtitan.plan.packing import Load, best_packing, water_level
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
 
 SMALL_TAIL = 1 << 20
-"""A 1-D tail tensor up to this many elements is never cut: messages would cost more than the
-balance gains."""
+"""A 1-D tail tensor of up to this many elements is never cut: the messages would cost more than
+the balance gains."""
+
 SLIVER = 200
-"""What is under 1/200 of a rank's bytes is not worth a message of its own: such a tail tensor is
-not cut, and a rank that lacks less gets no rows."""
+"""Bytes below 1/200 of a rank's are not worth a message of their own: a tail tensor of fewer is not
+cut, and a rank that lacks fewer gets no rows."""
 
 
 @dataclass(frozen=True)
 class PlanSettings(CostSettings):
-    """Costs (see CostSettings) and how to weigh them.
+    """Costs (see CostSettings), and an upper limit on a rank's share of a unit.
 
-    `egress_cap`: no rank may hold more than this many times the mean share of a unit (a unit's
-    largest uncuttable piece apart), for transports bound by an owner's fan-out; None leaves units
-    as balance puts them.
+    `egress_cap`: upper limit on the elements of one unit that one rank holds, as a multiple of the
+    mean over ranks. A rank's egress, the bytes that it sends when the unit is gathered, is in
+    proportion to them, and the transport "star" takes as long as the largest egress. A unit's
+    largest piece that may not be cut is always allowed. The cap does not change the placement: a
+    plan that exceeds it is refused. None: no cap.
     """
 
     egress_cap: float | None = None
@@ -56,10 +64,12 @@ def make_plan(
 ) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
-    Pure and deterministic: ties are broken by fqn, then rank. `spread_units` False leaves out the
-    exchanges that even each unit's shares out, which take most of the time and leave the matrices'
-    balance as it is: for figures, not for training. Raises ValueError for a world size
-    below 1, a parameter named twice, or an egress cap that cannot be met.
+    Pure and deterministic: ties are broken by fqn, then by rank. `spread_units` False leaves out
+    the swaps that spread each unit over the ranks. They take most of the time, and the
+    matrices' balance does not depend on them: so False is for predictions and not for training.
+
+    Raises ValueError for a world size below 1, a parameter named twice, or an egress cap that the
+    plan exceeds.
     """
     if world_size < 1:
         raise ValueError(f"world_size {world_size}: a plan needs at least one rank")
@@ -75,7 +85,7 @@ def make_plan(
 
 
 class _Placement:
-    """Blocks of each parameter on each rank, while a plan is being made."""
+    """A plan in the making: how many blocks of each parameter each rank holds."""
 
     def __init__(
         self, specs: Sequence[ParamSpec], costs: Sequence[BlockCost], world_size: int
@@ -83,10 +93,12 @@ class _Placement:
         self.specs = specs
         self.costs = costs
         self.world_size = world_size
-        self.blocks: list[dict[int, int]] = [{} for _ in specs]  # by parameter: rank -> blocks
+        self.blocks: list[dict[int, int]] = [{} for _ in specs]
+        """By parameter: rank -> blocks."""
         self.bytes = [0] * world_size
-        # by unit: elements on each rank
+        """Resident bytes of each rank."""
         self.units: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)
+        """By unit: elements on each rank."""
         self.total_bytes = sum(self._held_bytes(i) for i in range(len(specs)))
         self.unit_numel: Counter[str] = Counter()
         for spec in specs:
@@ -105,7 +117,7 @@ class _Placement:
         return self._count(index) * self.costs[index].resident.total
 
     def _is_small(self, index: int) -> bool:
-        """True where cutting a tail tensor would cost messages and even out nothing."""
+        """Whether cutting a tail tensor would cost messages and gain no balance."""
         shape = self.specs[index].shape
         sliver = self._held_bytes(index) * self.world_size * SLIVER <= self.total_bytes
         return sliver or (len(shape) == 1 and shape[0] <= SMALL_TAIL)
@@ -119,8 +131,10 @@ class _Placement:
     # ------------------------------------------------------------ matrices
 
     def place_matrices(self, settings: PlanSettings, spread_units: bool) -> None:
-        """Pack whole matrices and stacks; cut 2D parameters between their heads only where that
-        gains over 2%."""
+        """Pack whole matrices and slices of stacks.
+
+        A 2D parameter is cut between its heads only where that gains more than CLEAR_MARGIN.
+        """
         poured = self.total_bytes - sum(map(self._held_bytes, self.matrices))
         best = None
         cuts = [False]
@@ -144,21 +158,23 @@ class _Placement:
             self._check_egress(pieces, settings.egress_cap)
 
     def _pieces(self, cut_heads: bool) -> list[Piece]:
-        """What the matrices are cut into: 2D ones whole (or at heads), stacks at slices."""
+        """What the matrices are cut into: stacks at slices, 2D ones not at all or between heads."""
         pieces = []
         for index in self.matrices:
             spec, cost, count = self.specs[index], self.costs[index], self._count(index)
             cut = len(spec.shape) > 2 or cut_heads
-            number = min(count, self.world_size) if cut else 1  # one a rank: even shares
-            for piece in range(number):  # sizes differ by one block at most
+            # one piece a rank, so that shares are even: sizes differ by one block at most
+            number = min(count, self.world_size) if cut else 1
+            for piece in range(number):
                 blocks = count * (piece + 1) // number - count * piece // number
                 shape = (spec.block_rows, *spec.shape[1:])
                 load = Load(blocks * cost.resident.total, blocks * cost.flops)
-                kind = Kind(shape, blocks, blocks * cost.numel, load)
+                kind = PieceKind(shape, blocks, blocks * cost.numel, load)
                 pieces.append(Piece(index, spec.fqn, spec.unit, kind))
         return pieces
 
     def _check_egress(self, pieces: Sequence[Piece], cap: float) -> None:
+        """ValueError where a rank holds more of a unit than PlanSettings.egress_cap allows."""
         largest: Counter[str] = Counter()
         for piece in pieces:
             largest[piece.unit] = max(largest[piece.unit], piece.kind.numel)
@@ -175,8 +191,10 @@ class _Placement:
     # ------------------------------------------------------------ tails
 
     def place_small_tails(self) -> None:
-        """A unit's small tail tensors go together to one of its owners that is not full, or to the
-        emptiest rank."""
+        """Put a unit's small tail tensors together on one of its owners that is below the mean.
+
+        Where all of its owners are full, they go to the emptiest rank.
+        """
         by_unit: dict[str, list[int]] = {}
         for index in self.small_tails:
             by_unit.setdefault(self.specs[index].unit, []).append(index)
@@ -190,18 +208,17 @@ class _Placement:
                 for rank, share in enumerate(self.units[unit])
                 if share and self.bytes[rank] + needed <= mean
             ]
-            while (
-                emptiest[0][0] != self.bytes[emptiest[0][1]]
-            ):  # stale: it was given something since
+            # an entry is stale where its rank was given something since
+            while emptiest[0][0] != self.bytes[emptiest[0][1]]:
                 heapq.heapreplace(emptiest, (self.bytes[emptiest[0][1]], emptiest[0][1]))
             _, rank = min(owners) if owners else emptiest[0]
             for index in indices:
                 self._give(index, rank, self._count(index))
 
     def pour_large_tails(self) -> None:
-        """Cut large tail tensors by rows in proportion to what each rank lacks below the level.
+        """Cut large tail tensors by rows, in proportion to what each rank lacks to the level.
 
-        Coarse rows first, so that fine ones even out the rounding.
+        Tensors with large rows come first, so that small rows level what rounding left uneven.
         """
         order = sorted(
             self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn)
@@ -218,8 +235,11 @@ class _Placement:
                     self._give(index, rank, blocks)
 
     def _receivers(self, poured: int) -> list[int]:
-        """Ranks worth pouring onto: all, or those that lack more than a sliver if the level bears
-        it."""
+        """The ranks to pour `poured` bytes onto.
+
+        They are those that lack more than a sliver to the level; all ranks, where there is none
+        or where leaving the others out would raise the level by a sliver.
+        """
         level = water_level(self.bytes, poured)
         ranks = [rank for rank, held in enumerate(self.bytes) if (level - held) * SLIVER > level]
         if not ranks or water_level([self.bytes[rank] for rank in ranks], poured) * SLIVER > (
@@ -229,7 +249,7 @@ class _Placement:
         return ranks
 
     def plan(self) -> Plan:
-        """Lay each parameter's blocks out in rank order, one segment a rank."""
+        """The Plan: each parameter's blocks laid out in rank order, one segment a rank."""
         shards = []
         for spec, held in zip(self.specs, self.blocks, strict=True):
             segments, row = [], 0
@@ -252,15 +272,18 @@ class _Placement:
 
 
 def _proportional(count: int, weights: Sequence[int]) -> list[int]:
-    """`count` cut into whole parts in proportion to `weights`, each within one of its due; equal
-    parts if all are 0."""
+    """Cut `count` into whole parts in proportion to `weights`, each within 1 of its exact share.
+
+    The parts are equal where all weights are 0.
+    """
     total = sum(weights)
     if not total:
         weights, total = [1] * len(weights), len(weights)
     parts, running, placed = [], 0, 0
     for weight in weights:
         running += weight
-        reached = (2 * count * running + total) // (2 * total)  # rounded half up
+        # rounded half up
+        reached = (2 * count * running + total) // (2 * total)
         parts.append(reached - placed)
         placed = reached
     return parts

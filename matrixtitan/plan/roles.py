@@ -1,7 +1,7 @@
 """Which optimizer a parameter goes to, and the smallest piece of it that may not be cut.
 
-Owns the rules from name and shape to ParamSpec, and the matching of patterns, where a pattern that
-matches nothing is an error. It places nothing: `planner.py`, next, does.
+Owns the rules from name and shape to ParamSpec, and the matching of patterns. A pattern that
+matches nothing is an error. This module places nothing. Next: `planner.py`, which does.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def param_specs(
 ) -> list[ParamSpec]:
     """ParamSpecs in the order given.
 
-    2D and 3D parameters are matrices, unless `tail_patterns` match their full name or
-    `embedding_fqns` holds it; everything else is tail. `per_head_patterns` maps a pattern to the
-    rows of one head: such a 2D matrix is orthogonalised, and may be cut, head by head. Patterns are
-    those of fnmatch, case and all.
+    2D and 3D parameters have the role "matrix", unless `tail_patterns` match their full name or
+    `embedding_fqns` contains it. Everything else is "tail". `per_head_patterns` maps a pattern to
+    the rows of one head: such a 2D matrix is orthogonalised head by head, and may be cut between
+    heads. Patterns are those of `fnmatch.fnmatchcase`. `unit_of` gives the unit of a full name.
 
-    Raises ValueError for a pattern or name that matches nothing, a per-head pattern that meets a
-    tail parameter, one that is not 2D or whose rows the head does not divide, or another per-head
-    pattern; and for a parameter that no unit holds.
+    Raises ValueError for a pattern or name that matches nothing; for a per-head pattern that
+    matches a tail parameter, a parameter that is not 2D, or rows that the head does not divide; for
+    a parameter that two per-head patterns match; and for a parameter that no unit holds.
     """
     params = [(fqn, tuple(shape), trainable) for fqn, shape, trainable in named_shapes]
     fqns = [fqn for fqn, _, _ in params]
@@ -90,7 +90,7 @@ def _unit(fqn: str, unit_of: Mapping[str, str] | Callable[[str], str]) -> str:
 
 
 def _near(pattern: str, fqns: Sequence[str]) -> str:
-    """The names nearest to a pattern, layers taken together, as the end of a message."""
+    """The names nearest to a pattern, as the end of a message; layers count as one name."""
     known = list(dict.fromkeys([re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns] + list(fqns)))
     near = difflib.get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), known, n=3, cutoff=0.4)
     return f" (near: {', '.join(near or known[:3])})" if known else " (the model has none)"

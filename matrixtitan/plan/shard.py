@@ -1,7 +1,7 @@
-"""Who holds which rows of which parameter: the words every other part speaks.
+"""Who holds which rows of which parameter: the words that all other parts use.
 
-Owns the metadata (ParamSpec, Segment, MatrixShard, Plan) and its invariants. It decides nothing:
-`planner.py` does. Pure Python: no torch, no process group, no device.
+Owns the metadata (ParamSpec, Segment, MatrixShard, Plan) and its invariants. It decides nothing.
+Pure Python: no torch, no process group, no device. Next: `planner.py`, which decides.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ParamSpec:
     """One parameter as the planner sees it.
 
     `role` is "matrix" (a 2D weight, or a 3D stack of them, for the matrix optimizer) or "tail"
-    (AdamW). `unit` names the parameters gathered and freed together. `block_rows` is the smallest
-    run of rows along dim 0 that may not be cut: all rows of a 2D matrix, 1 for a 3D stack, head_dim
-    for a projection orthogonalised per head, 1 for a tail parameter. A frozen parameter
-    (`trainable` False) has no gradient and no optimizer state.
+    (for AdamW). `unit` names the parameters that are gathered and freed together. `block_rows` is
+    the smallest run of rows along dim 0 that may not be cut: all rows of a 2D matrix, 1 for a 3D
+    stack, head_dim for a projection that is orthogonalised per head, 1 for a tail parameter. A
+    frozen parameter (`trainable` False) has no gradient and no optimizer state.
     """
 
     fqn: str
@@ -65,8 +65,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShard:
-    """Where one parameter lives. Segments cover dim 0 exactly once, in order; a rank has at most
-    one."""
+    """Where one parameter lives.
+
+    The segments cover dim 0 exactly once, in order. A rank has at most one of them, and no segment
+    cuts a block. Raises ValueError otherwise.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -116,22 +119,24 @@ class MatrixShard:
         return self.segments[0].rank
 
     def segment(self, rank: int) -> Segment | None:
-        """`rank`'s segment, or None."""
+        """`rank`'s segment; None where it holds nothing of this parameter."""
         for segment in self.segments:
             if segment.rank == rank:
                 return segment
         return None
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of `rank`'s sharded parameter: its rows, zero rows where it holds nothing."""
+        """Shape of `rank`'s sharded parameter; zero rows where it holds nothing."""
         segment = self.segment(rank)
         return (segment.rows if segment else 0, *self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All MatrixShards of a model for one world size (that of the shard group), in the model's
-    parameter order."""
+    """All MatrixShards of a model, in the model's parameter order.
+
+    `world_size` is the number of ranks of the shard group.
+    """
 
     world_size: int
     shards: tuple[MatrixShard, ...]

@@ -1,2 +1,5 @@
-"""What a job would take, without its machines: bytes, memory, times and the degrees to choose, of our strategy
-and of those that it is compared with. Above `plan/`, which it only reads. Start at `report.py`."""
+"""What a job would take, without its machines: bytes, memory, times, and the degrees to choose.
+
+Ours and the strategies that it is compared with, all by formula. The package only reads
+`matrixtitan.plan`, and imports no torch. Start at `report.py`.
+"""

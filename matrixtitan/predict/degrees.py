@@ -1,9 +1,10 @@
-"""How many ranks should share one copy of the weights: shard and replica degrees compared by formula.
+"""How many ranks should share one copy of the weights: shard and replica degrees, by formula.
 
 Once ranks outnumber matrices, more shards help nobody: the fullest rank holds one matrix as before,
-and the others hold none. Replicas of smaller shard groups (HSDP) are the answer, at the price of one
-all-reduce of owned gradients. Owns the candidates, the choice between them and the trainer's
-warning. It is a pure function of shapes, world size, settings and the machine's rates.
+and the others hold none. Replicas of smaller shard groups (HSDP) are the answer, at the price of
+one all-reduce of owned gradients. Owns the candidates, the choice between them and the trainer's
+warning. All of it is a pure function of shapes, world size, settings and the machine's rates.
+Next: `traffic.py` and `memory.py`, which price a candidate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from matrixtitan.plan.cost import block_cost, max_over_mean, rank_bytes, rank_flops
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import choose_transport
+from matrixtitan.plan.transport_registry import choose_transport
 from matrixtitan.predict.memory import Precision, memory_table, peak
 from matrixtitan.predict.traffic import Job, Machine, our_traffic
 
@@ -23,11 +24,15 @@ UNEVEN = 1.5
 """A fullest rank above this many times the mean is worth a warning."""
 
 CLOSE = 1.02
-"""Figures within this factor count as equal: no formula is better than that."""
+"""Figures within this factor count as equal, since the formulas are not more exact."""
 
 
 class Balance(NamedTuple):
-    """Resident bytes of the fullest rank, over the mean, and ranks of the job that own no matrix."""
+    """How evenly one plan fills the ranks of a job.
+
+    `fullest_bytes`: resident bytes of the fullest rank. `max_over_mean`: the same over the mean of
+    all ranks. `idle_ranks`: ranks of the job that own no matrix.
+    """
 
     shards: int
     replicas: int
@@ -43,8 +48,9 @@ class Balance(NamedTuple):
 class Candidate(NamedTuple):
     """One pair of degrees and its price.
 
-    `step_seconds` is what of a step depends on the degrees: traffic, as if nothing hid it, and the
-    busiest rank's optimizer. Forward and backward compute the same at all of them.
+    `step_seconds` is the part of a step that depends on the degrees: traffic, with no overlap, and
+    the busiest rank's optimizer. The computation of forward and backward takes the same time at all
+    degrees.
     """
 
     balance: Balance
@@ -65,15 +71,20 @@ class Candidate(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """`fastest` is None where nothing fits in memory. `even` is the one with the most shards whose
-    ranks all own matrices, none far above the mean; None where there is none that fits."""
+    """All candidates and the three to choose from."""
 
-    candidates: list[Candidate]  # most shards first
-    skipped: list[int]  # shard degrees whose mean resident bytes alone pass the memory
-    refused: dict[int, str]  # shard degree -> why the planner has no plan for it
+    candidates: list[Candidate]
+    """Most shards first."""
+    skipped: list[int]
+    """Shard degrees whose mean resident bytes alone exceed a rank's memory."""
+    refused: dict[int, str]
+    """Shard degree -> why the planner has no plan for it."""
     least_memory: Candidate
     fastest: Candidate | None
+    """None where no candidate fits in memory."""
     even: Candidate | None
+    """The most shards that fit in memory and leave no rank idle or far above the mean. None: no
+    candidate does."""
 
     def to_json(self) -> dict[str, Any]:
         """Candidates are named by their shard degree."""
@@ -87,7 +98,7 @@ class Recommendation(NamedTuple):
 
 
 def shard_degrees(world_size: int, ranks_per_host: int) -> list[int]:
-    """Divisors of the world size, largest first, whose groups fill hosts or divide one.
+    """Divisors of the world size, largest first, whose groups fill whole hosts or divide one host.
 
     Other groups would straddle the borders of hosts.
     """
@@ -100,7 +111,7 @@ def shard_degrees(world_size: int, ranks_per_host: int) -> list[int]:
 
 
 def balance_of(plan: Plan, settings: PlanSettings, world_size: int) -> Balance:
-    """How evenly one shard group's plan fills the ranks of a job."""
+    """The Balance of a job of `world_size` ranks, whose shard groups all follow `plan`."""
     held = [part.total for part in rank_bytes(plan, settings)]
     matrices = [shard for shard in plan.shards if shard.role == "matrix"]
     owners = {segment.rank for shard in matrices for segment in shard.segments}
@@ -116,9 +127,9 @@ def uneven_warning(
     world_size: int,
     ranks_per_host: int,
 ) -> str | None:
-    """What is wrong with a plan that leaves ranks idle, and which degrees to use; None where it does not.
+    """The warning about a plan that leaves ranks idle or uneven, with the degrees to use instead.
 
-    Compares balance alone, which takes well under a second for any model.
+    None where the plan is even. It compares balance alone, which takes under a second.
     """
     now = balance_of(plan, settings, world_size)
     if now.is_even:
@@ -131,8 +142,9 @@ def uneven_warning(
     if even is None:
         return f"{problem}. No smaller shard degree levels it; use fewer ranks or a larger model"
     return (
-        f"{problem}. With {degree_flags(even.shards, even.replicas)} all ranks own matrices, and the fullest holds "
-        f"{even.fullest_bytes / 1e9:.2f} GB; tools/plan.py compares the degrees' memory and steps"
+        f"{problem}. With {degree_flags(even.shards, even.replicas)} all ranks own matrices, and "
+        f"the fullest holds {even.fullest_bytes / 1e9:.2f} GB; tools/plan.py compares the degrees' "
+        "memory and steps"
     )
 
 
@@ -145,7 +157,8 @@ def _most_even_shards(
 ) -> Balance | None:
     """The largest degree below the present one at which no rank is idle or far above the mean."""
     blocks = sum(spec.shape[0] // spec.block_rows for spec in specs if spec.role == "matrix")
-    loose = replace(settings, egress_cap=None)  # a cap looks at how units spread, balance does not
+    # these plans are made without spreading units, so an egress cap cannot be judged by them
+    loose = replace(settings, egress_cap=None)
     for degree in shard_degrees(world_size, ranks_per_host):
         if degree < now.shards and degree <= blocks:
             plan = make_plan(specs, degree, loose, spread_units=False)
@@ -165,8 +178,8 @@ def recommend(
 ) -> Recommendation:
     """Compare the job's degrees, whose plan is `plan`, with all others of the same world size.
 
-    Degrees whose mean resident bytes pass a rank's memory are not planned, except for the job's and
-    the largest.
+    Degrees whose mean resident bytes exceed a rank's memory are not planned, except for the job's
+    own and the largest.
     """
     held = sum(
         spec.shape[0] // spec.block_rows * block_cost(spec, settings).resident.total
@@ -182,7 +195,8 @@ def recommend(
         try:
             own = degree == job.shard_ranks
             planned = plan if own else make_plan(specs, degree, settings)
-        except ValueError as error:  # an egress cap that cannot be met there
+        except ValueError as error:
+            # an egress cap that cannot be met there
             refused[degree] = str(error)
             continue
         there = replace(job, replicas=job.world_size // degree)
@@ -236,9 +250,10 @@ def _price(
 
 
 def _choose(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
-    """The one with the least fullest rank and the fastest; the same one where one is both.
+    """(least memory, fastest): the same candidate twice where one is both.
 
-    Of candidates that are equal, the one with the fewest ranks idle, then with the fewest shards.
+    Least memory means the fewest bytes on the fullest rank. Of equal candidates the one with the
+    fewest idle ranks is chosen, then the one with the fewest shards.
     """
     least = CLOSE * min(candidate.balance.fullest_bytes for candidate in candidates)
     soonest = CLOSE * min(candidate.step_seconds for candidate in candidates)
@@ -259,12 +274,12 @@ def _least_idle(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def degree_flags(shards: int, replicas: int) -> str:
-    """For a command line."""
+    """The degrees as flags for a command line."""
     return " ".join(f"--parallelism.{key} {value}" for key, value in _keys(shards, replicas))
 
 
 def degree_toml(shards: int, replicas: int) -> list[str]:
-    """Lines of a config file."""
+    """The degrees as lines of a config file."""
     return ["[parallelism]", *(f"{key} = {value}" for key, value in _keys(shards, replicas))]
 
 

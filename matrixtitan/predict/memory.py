@@ -1,8 +1,8 @@
-"""What a rank's memory is filled with under each strategy, term by term, with the dtype of each.
+"""What fills a rank's memory under each strategy, term by term, with the dtype of each.
 
 Owns the memory table of `tools/plan.py`. Activations, the allocator's slack and Newton-Schulz's
-workspace are the same under every strategy and not counted. Bytes of one plan come from
-`plan/cost.py`; `report.py` puts them together.
+workspace are the same under every strategy, and are not counted. A plan's resident bytes come from
+`plan/cost.py`. Next: `strategies.py`, the strategies that are compared.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from matrixtitan.plan.cost import CostSettings, ResidentBytes, block_cost, rank_bytes
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
-from matrixtitan.predict.strategies import STRATEGIES, Strategy, UnitSize, unit_sizes
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.strategies import STRATEGY_VARIANTS, StrategyVariant, UnitSize, unit_sizes
 
 FSDP2_REDUCTIONS_IN_FLIGHT = 1
 """PyTorch's default: FSDP2 waits for one reduce-scatter before it fills the input of the next."""
@@ -24,17 +24,20 @@ Phase = Literal["resident", "forward_backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Names of dtypes (for the table) and bytes of an element: stored, computed in, reduced in,
-    update on the wire."""
+    """The dtypes of a job, by name, and the bytes of an element of each."""
 
     stored: str = "float32"
+    """Of parameters, gradients and optimizer state on their owner."""
     compute: str = "bfloat16"
+    """Of gathered weights."""
     reduce: str = "float32"
+    """Of gradients in reduction."""
     update: str = "bfloat16"
+    """Of the updates that FSDP2's matrix exchanges send."""
 
     @staticmethod
     def bytes_of(dtype: str) -> int:
-        """Bytes of an element; ValueError for a dtype that training does not know."""
+        """Bytes of an element of `dtype`; ValueError for one that training does not support."""
         sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
         if dtype not in sizes:
             raise ValueError(f"dtype {dtype!r} is unknown: {', '.join(sizes)}")
@@ -54,7 +57,10 @@ class Precision:
 
 
 class Term(NamedTuple):
-    """One line of the table, on the fullest rank. Transient terms live in one phase only."""
+    """One line of the memory table, on the fullest rank.
+
+    A term is resident, or transient: it is alive in one phase only.
+    """
 
     name: str
     dtype: str
@@ -63,7 +69,7 @@ class Term(NamedTuple):
 
 
 def peak(terms: Sequence[Term]) -> int:
-    """Resident bytes and the larger of the two phases' transient ones."""
+    """Resident bytes, and the transient bytes of the phase that has more."""
     phases = {phase: sum(term.bytes for term in terms if term.phase == phase) for phase in _PHASES}
     return phases["resident"] + max(phases["forward_backward"], phases["optimizer"])
 
@@ -78,12 +84,12 @@ def memory_table(
     backend: str,
     prefetch: int = 1,
     keep_all: bool = False,
-    strategies: Sequence[Strategy] = STRATEGIES,
-) -> dict[Strategy, list[Term]]:
-    """The terms of each of `strategies`; `plan` is ours, over the shard group of a job of `world_size`
-    ranks.
+    strategies: Sequence[StrategyVariant] = STRATEGY_VARIANTS,
+) -> dict[StrategyVariant, list[Term]]:
+    """The terms of each of `strategies`.
 
-    `keep_all`: no unit is freed between forward and backward.
+    `plan` is matrix_fsdp's, over one shard group of a job of `world_size` ranks. `prefetch`: units
+    gathered ahead. `keep_all`: no unit is freed between forward and backward.
     """
     return {
         name: [
@@ -98,7 +104,7 @@ _PHASES: tuple[Phase, ...] = ("resident", "forward_backward", "optimizer")
 
 
 def _resident(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     plan: Plan,
     settings: CostSettings,
@@ -129,7 +135,7 @@ def _resident(
 
 
 def _transient(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     shard_ranks: int,
     precision: Precision,
@@ -151,7 +157,8 @@ def _transient(
         [unit.trainable for unit in units if unit.trainable],
         in_flight,
         precision,
-        copies=not ours or precision.compute != precision.reduce,  # ours go as autograd made them
+        # matrix_fsdp reduces gradients where autograd made them, unless they are cast
+        copies=not ours or precision.compute != precision.reduce,
     )
     terms = [
         Term(
@@ -188,7 +195,7 @@ def _transient(
 
 
 def _exchange_term(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     specs: Sequence[ParamSpec],
     units: Sequence[UnitSize],
     shard_ranks: int,
@@ -221,9 +228,9 @@ def _sum(specs: Sequence[ParamSpec], settings: CostSettings, shards: int = 1) ->
 
 
 def _owned_state(specs: Sequence[ParamSpec], settings: CostSettings, ranks: int) -> int:
-    """State of zero1_owner's fullest rank: its share of the matrices', but the whole tail's.
+    """Optimizer state of zero1_owner's fullest rank: its share of the matrices, and the whole tail.
 
-    An even share, or the largest matrix where that is more: it cannot be cut.
+    The share is even, or the largest matrix's state where that is more, since it cannot be cut.
     """
     matrix, largest, tail = 0, 0, 0
     for spec in specs:
@@ -246,13 +253,13 @@ def _largest_window(sizes: Sequence[int], length: int) -> int:
 def _full_gradients(
     sizes: Sequence[int], in_flight: int, precision: Precision, *, copies: bool
 ) -> tuple[int, int]:
-    """Elements of full gradients as backward made them, and in reduction, when most bytes are alive.
+    """(as backward made them, in reduction): elements of full gradients when most bytes are alive.
 
-    `sizes` are of the trainable units in forward order. While a unit's backward makes gradients, the
-    `in_flight` units after it are in reduction. Then the farthest of them is waited for and the
-    unit's own reduction begins; where that `copies` (into reduce dtype, or FSDP2's buffer), both are
-    alive. Tied weights' gradients live from their last module's backward to their first one's, which
-    is not counted.
+    `sizes` are those of the trainable units, in forward order. While a unit's backward makes
+    gradients, the `in_flight` units after it are in reduction. Then the farthest of these is waited
+    for, and the unit's own reduction begins. Where that `copies` the gradients (into reduce dtype,
+    or into FSDP2's buffer), both copies are alive. The longer life of tied weights' gradients, from
+    the backward of their last module to that of their first, is not counted.
     """
 
     def alive(unit: int) -> tuple[int, int]:

@@ -1,9 +1,8 @@
-"""A plan put into figures: balance, bytes by kind, traffic and times of every strategy and
-transport.
+"""A plan in figures: balance, bytes by kind, traffic and times of all strategies and transports.
 
 Owns the JSON of `tools/plan.py`. All of it follows from shapes, world size and the machine's rates:
-nothing is run and nothing measured. Formulas are in `traffic.py`, `strategies.py`, `memory.py` and
-`matrixtitan/plan/`.
+nothing is run and nothing is measured. Next: the formulas, in `traffic.py`, `strategies.py`,
+`memory.py`, `degrees.py` and `matrixtitan/plan/`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,20 @@ from typing import Any
 from matrixtitan.plan.cost import max_over_mean, rank_bytes, rank_flops, unit_shares
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan
-from matrixtitan.plan.transports import ALL_GATHER, TRANSPORTS, BusiestBytes, choose_transport
+from matrixtitan.plan.transport_registry import (
+    ALL_GATHER,
+    TRANSPORTS,
+    BusiestBytes,
+    choose_transport,
+)
 from matrixtitan.predict.degrees import recommend
 from matrixtitan.predict.memory import Precision, memory_table, peak
-from matrixtitan.predict.strategies import STRATEGIES, Strategy, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import (
+    STRATEGY_VARIANTS,
+    StrategyVariant,
+    strategy_bytes,
+    unit_sizes,
+)
 from matrixtitan.predict.traffic import Job, Machine, our_traffic, replica_bytes, seconds_of
 
 
@@ -29,7 +38,7 @@ def report(
     job: Job,
     machine: Machine,
 ) -> dict[str, Any]:
-    """Everything that `tools/plan.py --json` writes; `plan` is over one shard group of the job."""
+    """All that `tools/plan.py --json` writes. `plan` is over one shard group of the job."""
     resident, flops = rank_bytes(plan, settings), rank_flops(plan, settings)
     memory = memory_table(
         specs,
@@ -65,7 +74,8 @@ def report(
             name: our_traffic(name, plan, precision, job, machine)._asdict() for name in TRANSPORTS
         },
         "strategies": {
-            name: _strategy(name, specs, plan, precision, job, machine) for name in STRATEGIES
+            name: _strategy(name, specs, plan, precision, job, machine)
+            for name in STRATEGY_VARIANTS
         },
         "memory": {
             name: {
@@ -80,7 +90,10 @@ def report(
 
 
 def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str, Any]]:
-    """Each unit's size, shares and predicted unshards, beside an even all-gather."""
+    """Each unit's size, its shares, and the predicted time to unshard it by each transport.
+
+    ALL_GATHER, FSDP2's even all-gather, stands beside them to compare with.
+    """
     rows = []
     for name, shares in unit_shares(plan, precision.compute_bytes).items():
         rows.append(
@@ -101,15 +114,17 @@ def _units(plan: Plan, precision: Precision, machine: Machine) -> list[dict[str,
 
 
 def _strategy(
-    name: Strategy,
+    name: StrategyVariant,
     specs: Sequence[ParamSpec],
     plan: Plan,
     precision: Precision,
     job: Job,
     machine: Machine,
 ) -> dict[str, Any]:
-    """Logical bytes that a rank sends in a step (the mean), bytes of a link, and the time of both
-    phases."""
+    """By phase: bytes that a rank sends in a step, bytes of a host's link, and the time they take.
+
+    A rank's bytes are logical bytes, the mean over ranks.
+    """
     ranks = job.world_size if name in ("zero1_owner", "ddp") else job.shard_ranks
     padding = ranks if name.startswith("fsdp2") else 1
     sent = strategy_bytes(
@@ -124,9 +139,8 @@ def _strategy(
     )
     across = ranks > machine.ranks_per_host
     optimizer_link = sent.optimizer if across else 0
-    if (
-        name == "fsdp2_all_to_all" and across
-    ):  # no ring: what leaves a host is what all its ranks send
+    if name == "fsdp2_all_to_all" and across:
+        # no ring: a host's link carries what each of its ranks sends to ranks of other hosts
         away = (ranks - machine.ranks_per_host) / (ranks - 1)
         optimizer_link = round(sent.optimizer * machine.ranks_per_host * away)
     figures = {

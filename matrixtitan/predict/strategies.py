@@ -1,17 +1,18 @@
-"""What each strategy sends in a step, by formula: ours, and those that it is compared with.
+"""What each strategy sends in a step, by formula: matrix_fsdp, and those that it is compared with.
 
-Owns the strategies' names and their logical bytes. Memory is in `memory.py`, times in `traffic.py`.
+Owns the names of the predicted strategies, and their logical bytes. Next: `traffic.py`, for the
+busiest rank and link and for times; `memory.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from matrixtitan.plan.cost import Parameter
+from matrixtitan.plan.cost import SpecOrShard
 
-Strategy = Literal[
+StrategyVariant = Literal[
     "matrix_fsdp",
     "fsdp2_gather_each",
     "fsdp2_gather_once",
@@ -19,16 +20,9 @@ Strategy = Literal[
     "zero1_owner",
     "ddp",
 ]
-"""What `parallelism.strategy` may name; for fsdp2 together with `optimizer.matrix_exchange`."""
+"""What `parallelism.strategy` may name; fsdp2 together with its `optimizer.matrix_exchange`."""
 
-STRATEGIES: tuple[Strategy, ...] = (
-    "matrix_fsdp",
-    "fsdp2_gather_each",
-    "fsdp2_gather_once",
-    "fsdp2_all_to_all",
-    "zero1_owner",
-    "ddp",
-)
+STRATEGY_VARIANTS: tuple[StrategyVariant, ...] = get_args(StrategyVariant)
 
 
 class UnitSize(NamedTuple):
@@ -36,26 +30,26 @@ class UnitSize(NamedTuple):
 
     numel: int
     trainable: int
-    matrix: int  # trainable elements of the matrix role
-    gathers: int = (
-        2  # 1 where they are kept between forward and backward, or not needed in backward
-    )
+    matrix: int
+    """Trainable elements of the matrix role."""
+    gathers: int = 2
+    """1 where the weights are kept from forward to backward, or backward does not need them."""
 
 
 class StepBytes(NamedTuple):
-    """Logical bytes that one rank sends in one step, the mean over ranks."""
+    """Logical bytes that a rank sends in one step: the mean over ranks."""
 
     forward_backward: int
     optimizer: int
 
 
 def unit_sizes(
-    params: Iterable[Parameter], gathered_once: Iterable[str] = (), row_multiple: int = 1
+    params: Iterable[SpecOrShard], gathered_once: Iterable[str] = (), row_multiple: int = 1
 ) -> list[UnitSize]:
-    """Sizes of the units in order of first appearance.
+    """Sizes of the units, in order of first appearance.
 
-    Units named in `gathered_once` are gathered in forward alone. Rows are padded to `row_multiple`,
-    as FSDP2 does for its N equal shards.
+    Units named in `gathered_once` are gathered in forward only. Rows are padded to a multiple of
+    `row_multiple`, as FSDP2 pads them for its N equal shards.
     """
     once = set(gathered_once)
     sizes: dict[str, UnitSize] = {}
@@ -72,7 +66,7 @@ def unit_sizes(
 
 
 def strategy_bytes(
-    strategy: Strategy,
+    strategy: StrategyVariant,
     units: Sequence[UnitSize],
     world_size: int,
     *,
@@ -82,12 +76,16 @@ def strategy_bytes(
     stored_bytes: int = 4,
     microbatches: int = 1,
 ) -> StepBytes:
-    """Bytes sent per rank per step; c = (N - 1) / N, and an element has b (computed), g (reduced),
-    u (update) or s (stored) bytes on the wire.
+    """Bytes that a rank sends in a step, the mean over ranks.
 
-    Sharded strategies: c ((1 + resharded) b + g) a microbatch; replicated ones all-reduce their
-    gradients once a step, 2 c g. Optimizer step, P trainable matrix elements: gather_each and
-    gather_once c P u, all_to_all 2 c (P / N) u, zero1_owner c P s, ours and ddp 0.
+    Below, c = (N - 1) / N, P are the trainable matrix elements, and an element has b
+    (`param_bytes`), g (`grad_bytes`), u (`update_bytes`) or s (`stored_bytes`) bytes on the wire.
+
+    Forward and backward: a sharded strategy sends c (gathers b + g) per element and microbatch. A
+    replicated one all-reduces its gradients once a step, 2 c g per element.
+
+    Optimizer step: gather_each and gather_once send c P u, all_to_all 2 c (P / N) u, zero1_owner
+    c P s, matrix_fsdp and ddp nothing.
     """
     share = (world_size - 1) / world_size
     gathered = sum(unit.numel * unit.gathers for unit in units) * param_bytes

@@ -1,7 +1,7 @@
-"""What a step of ours sends on a machine that is described by its rates, and how long that takes.
+"""What a step of matrix_fsdp sends on a machine described by its rates, and how long that takes.
 
-Owns the descriptions of a job and a machine. The price of a single unshard or reduction stands with
-its transport, in `plan/transports.py`.
+Owns the descriptions of a job and a machine, and the sum over a step. The price of one unshard or
+reduction stands with its transport. Next: `plan/transport_registry.py`, which has it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from matrixtitan.plan.cost import unit_shares
 from matrixtitan.plan.shard import Plan
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     BusiestBytes,
     Direction,
     transport_bytes,
@@ -24,10 +24,11 @@ from matrixtitan.predict.memory import Precision
 
 @dataclass(frozen=True)
 class Machine:
-    """Hosts of `ranks_per_host` ranks: one network link a host, one local link a rank.
+    """Hosts of `ranks_per_host` ranks, with one network link per host and one local link per rank.
 
-    Rates are bytes per second one way, `message_seconds` a message's latency, `memory_bytes` what a
-    rank has, `flops_rate` what it sustains in the optimizer, in FLOP/s.
+    `link_rate` (of the network link) and `local_rate` are in bytes per second, one way.
+    `message_seconds` is the latency of a message. `memory_bytes` is the memory of a rank, and
+    `flops_rate` the FLOP/s that a rank sustains in the optimizer.
     """
 
     ranks_per_host: int = 8
@@ -41,8 +42,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """How the model is trained on how many ranks; `gathered_once` names the units not regathered in
-    backward, `transport` what `parallelism.transport` is."""
+    """How the model is trained, and on how many ranks.
+
+    `gathered_once` names the units that are not gathered again in backward. `keep_all`: no unit is
+    freed between forward and backward. `prefetch`: units gathered ahead. `transport` is
+    `parallelism.transport`.
+    """
 
     world_size: int
     replicas: int = 1
@@ -65,8 +70,10 @@ class Job:
 
 
 class Traffic(NamedTuple):
-    """Bytes of the busiest rank and link in one step, replicas' all-reduce included, and the time that
-    they take if nothing hides them."""
+    """Bytes of the busiest rank and link in one step, and the time that they take with no overlap.
+
+    The all-reduce over replicas is included; `replica_rank_bytes` is its part of a rank's bytes.
+    """
 
     rank_bytes_at_most: int
     link_bytes_at_most: int
@@ -77,8 +84,11 @@ class Traffic(NamedTuple):
 def our_traffic(
     transport: str, plan: Plan, precision: Precision, job: Job, machine: Machine
 ) -> Traffic:
-    """Forward and backward of one step: bytes of the busiest rank and link, and the time they take
-    unhidden."""
+    """The traffic of one step's forward and backward by the transport of that name.
+
+    The busiest rank and link may differ from message to message, so the sums of bytes are upper
+    limits.
+    """
     rank = link = 0
     seconds = 0.0
     for shares, direction, times in _messages(plan, precision, job):
@@ -99,7 +109,7 @@ def our_traffic(
 def _messages(
     plan: Plan, precision: Precision, job: Job
 ) -> Iterator[tuple[list[int], Direction, int]]:
-    """(shares, direction, how often a step) of everything that a step unshards and reduces."""
+    """(shares, direction, times a step) of each unshard and each reduction of a step."""
     for name, shares in unit_shares(plan, precision.compute_bytes).items():
         gathers = 1 if name in job.gathered_once else 2
         yield shares, "unshard", gathers * job.microbatches
@@ -108,10 +118,9 @@ def _messages(
 
 
 def replica_bytes(plan: Plan, precision: Precision, job: Job, machine: Machine) -> BusiestBytes:
-    """All-reduce of owned gradients over replicas, 2 (R - 1) / R of them: fullest rank, busiest
-    link.
+    """Bytes of the all-reduce of owned gradients over R replicas: 2 (R - 1) / R of a rank's own.
 
-    A host's link is shared by the rings of all its ranks.
+    The rank is the one that owns most. A host's link is shared by the rings of all its ranks.
     """
     gradients = unit_shares(plan, precision.reduce_bytes, gradients=True).values()
     owned = max((sum(ranks) for ranks in zip(*gradients, strict=True)), default=0)
@@ -124,6 +133,7 @@ def replica_bytes(plan: Plan, precision: Precision, job: Job, machine: Machine) 
 def seconds_of(
     transport: str, shares: Sequence[int], direction: Direction, machine: Machine
 ) -> float:
+    """Predicted seconds of one unshard or reduction on `machine`."""
     return transport_seconds(
         transport,
         shares,

@@ -1,1 +1,4 @@
-"""The ways to train data-parallel that the trainer knows: ours and what people use today. Start at `base.py`."""
+"""The data-parallel strategies of the trainer: `matrix_fsdp`, and what to compare it with.
+
+Start at `base.py`, the interface that all of them have.
+"""

@@ -1,9 +1,10 @@
 """Count collectives and the bytes that they must deliver, whoever issues them.
 
-Owns the CollectiveCounter and the byte formula of each operation. It sees functional collectives, c10d operations from
-Python and from C++ (DistributedDataParallel's reducer), on any group, synchronous or not, and sends from other threads
-that go through `torch.distributed`. It never changes what it counts; it slows every operator down, so nothing is timed
-under it.
+Owns the CollectiveCounter and the byte formula of each operation. It sees functional collectives,
+c10d operations from Python and from C++ (DistributedDataParallel's reducer), on any group,
+synchronous or not, and sends from other threads that go through `torch.distributed`. It never
+changes what it counts. It slows every operator down, so nothing is timed under it. Tests and
+`tools/bench_measure.py` use it.
 """
 
 from __future__ import annotations
@@ -21,34 +22,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# c is (N - 1) / N. An operation's logical bytes are what the average rank must send.
+# The names of operators, by the formula of their logical bytes, which are what the average rank
+# must send. c is (N - 1) / N.
 _TWICE_INPUT = {
-    "allreduce_",
-    "allreduce_coalesced_",
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_coalesced",
-}
-_INPUT = {
-    "broadcast_", "broadcast", "reduce_", "_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor",
-    "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_", "gather_",
+    "allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced",
 }  # fmt: skip
+"""2 c times the input's bytes."""
+_INPUT = {
+    "broadcast_", "broadcast", "reduce_", "gather_", "_reduce_scatter_base_", "reduce_scatter_",
+    "reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced_",
+}  # fmt: skip
+"""c times the input's bytes."""
 _OUTPUT = {"scatter_"}
+"""c times the output's bytes."""
 _GATHERED = {
     "_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
     "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
 }  # fmt: skip
+"""N - 1 times the input's bytes."""
 _EXCHANGED = {"alltoall_", "alltoall_base_", "all_to_all_single"}
+"""The input's bytes, without the rank's message to itself."""
 _SENT = {"send", "isend"}
+"""The input's bytes."""
 _NOTHING = {"barrier", "monitored_barrier_"}
-_RECEIVED = {"recv_", "recv_any_source_", "irecv"}  # counted where they are sent
+_RECEIVED = {"recv_", "recv_any_source_", "irecv"}
+"""Not counted: the sender counts the message."""
 
 _ENTRY_POINTS = (
-    "send", "isend", "recv", "irecv", "batch_isend_irecv", "broadcast", "all_reduce", "reduce", "all_gather",
-    "all_gather_single", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
-    "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
+    "send", "isend", "recv", "irecv", "batch_isend_irecv", "broadcast", "all_reduce", "reduce",
+    "all_gather", "all_gather_single", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather",
+    "scatter", "barrier",
 )  # fmt: skip
-
+"""The functions of `torch.distributed` that are wrapped while a counter is active."""
 
 OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 """(operator, args, kwargs)"""
@@ -56,19 +63,22 @@ OnCall = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One operation as this rank issued it; `logical_bytes` is what the average rank must send for it."""
+    """One operation as this rank issued it.
+
+    `logical_bytes`: what the average rank must send for it.
+    """
 
     op: str
     logical_bytes: float
-    group_size: int
 
 
 class CollectiveCounter:
-    """A context manager; `events` holds what this process issued inside, in order.
+    """A context manager; `events` are the operations that this process issued inside, in order.
 
-    One at a time, entered on the thread that trains. Other threads are counted through `torch.distributed`'s own
-    functions (`dist.isend` and its like), which are wrapped while the counter is active. `on_call` is told every
-    operator with a group before it runs, receives included.
+    Only one may be active, and it is entered on the thread that trains. A dispatch mode sees the
+    operators of one thread. So operations of other threads are counted through the functions of
+    `torch.distributed` (`dist.isend` and its like), which are wrapped while the counter is active.
+    `on_call` is given every operator that has a group before it runs, receives included.
     """
 
     def __init__(self, on_call: OnCall | None = None) -> None:
@@ -92,7 +102,8 @@ class CollectiveCounter:
     def __enter__(self) -> CollectiveCounter:
         if self._mode is not None:
             raise RuntimeError("this CollectiveCounter is already active")
-        for name in filter(partial(hasattr, dist), _ENTRY_POINTS):  # PyTorch 2.11 has not all
+        # PyTorch 2.11 lacks some of them
+        for name in filter(partial(hasattr, dist), _ENTRY_POINTS):
             self._originals[name] = getattr(dist, name)
             _replace(name, self._counted_on_any_thread(self._originals[name]))
         self._active.here = True
@@ -118,19 +129,15 @@ class CollectiveCounter:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if getattr(self._active, "here", False) or self._mode is None:
                 return original(*args, **kwargs)
-            with _CountingMode(
-                self.events, self._on_call
-            ):  # a dispatch mode is active on one thread only
+            with _CountingMode(self.events, self._on_call):
                 return original(*args, **kwargs)
 
         return counted
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
-    for module in (
-        dist,
-        dist.distributed_c10d,
-    ):  # in both: P2POp compares with the second one's functions
+    # in both modules, since P2POp compares with the functions of distributed_c10d
+    for module in (dist, dist.distributed_c10d):
         setattr(module, name, function)
 
 
@@ -149,15 +156,14 @@ class _CountingMode(TorchDispatchMode):
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             given = _arguments(func, args, kwargs or {})
-            if given.keys() & {
-                "process_group",
-                "group_name",
-            }:  # one without a group only waits or wraps
+            # an operator without a group only waits or wraps
+            if given.keys() & {"process_group", "group_name"}:
                 if self._on_call is not None:
                     self._on_call(func, args, kwargs or {})
                 event = _describe(func, given)
                 if event is not None:
-                    self._events.append(event)  # list.append is atomic: threads share the list
+                    # threads share the list, and append is atomic
+                    self._events.append(event)
         return func(*args, **(kwargs or {}))
 
 
@@ -167,25 +173,26 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _describe(func: Any, given: dict[str, Any]) -> Collective | None:
+    """The operation with its logical bytes; None for a receive. RuntimeError for an unknown one."""
     op = func.name().split("::")[1].split(".")[0]
     if op in _RECEIVED:
         return None
     group = _group_of(given)
     size, share = group.size(), (group.size() - 1) / group.size()
     if op in _NOTHING:
-        return Collective(op, 0.0, size)
+        return Collective(op, 0.0)
     if op in _TWICE_INPUT:
-        return Collective(op, 2 * share * _bytes(_inputs(given)), size)
+        return Collective(op, 2 * share * _bytes(_inputs(given)))
     if op in _INPUT:
-        return Collective(op, share * _bytes(_inputs(given)), size)
+        return Collective(op, share * _bytes(_inputs(given)))
     if op in _OUTPUT:
-        return Collective(op, share * _bytes(given["output_tensors"]), size)
+        return Collective(op, share * _bytes(given["output_tensors"]))
     if op in _GATHERED:
-        return Collective(op, (size - 1) * _bytes(_inputs(given)), size)
+        return Collective(op, (size - 1) * _bytes(_inputs(given)))
     if op in _EXCHANGED:
-        return Collective(op, _exchanged_bytes(given, group), size)
+        return Collective(op, _exchanged_bytes(given, group))
     if op in _SENT:
-        return Collective(op, float(_bytes(_inputs(given))), size)
+        return Collective(op, float(_bytes(_inputs(given))))
     raise RuntimeError(
         f"{func.name()} is a collective without a byte formula: add it to {__name__}"
     )
@@ -197,17 +204,13 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup:
     return torch._C._distributed_c10d._resolve_process_group(given["group_name"])
 
 
+_INPUT_NAMES = (
+    "input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors", "tensor", "self",
+)  # fmt: skip
+
+
 def _inputs(given: Mapping[str, Any]) -> Any:
-    for name in (
-        "input_tensors",
-        "input_tensor",
-        "input_list",
-        "inputs",
-        "input",
-        "tensors",
-        "tensor",
-        "self",
-    ):
+    for name in _INPUT_NAMES:
         if name in given:
             return given[name]
     raise RuntimeError(f"a collective without a known input among its arguments {sorted(given)}")

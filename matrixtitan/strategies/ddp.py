@@ -1,10 +1,12 @@
-"""The full-matrix reference: PyTorch's DistributedDataParallel, every rank holding and stepping every weight.
+"""The full-matrix reference: PyTorch's DistributedDataParallel; every rank steps every weight.
 
-Owns the wrapping (gradients summed, not averaged; names without a prefix) and nothing else: the optimizers are the same
-full-matrix ones on every rank and the clipping norm needs no collective. Next file: `matrix_fsdp.py`.
+Owns the wrapping alone: gradients are summed and not averaged, and names have no prefix. Every rank
+has the same full-matrix optimizers, and the norm for clipping needs no collective. Next:
+`zero1_owner.py`, built on this one.
 """
 
-# No `from __future__ import annotations`: DDP checks the annotations of its communication hook, as objects.
+# Without `from __future__ import annotations`: DDP checks the annotations of its communication
+# hook, and they must be objects.
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,20 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from matrixtitan.fsdp import InitRows
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 CommHook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 def _sum_gradients(reduce_dtype: torch.dtype | None) -> CommHook:
-    """DDP divides by the world size; the loss is divided by the global token count already, so we only sum."""
+    """A communication hook that sums: DDP's own would divide by the world size.
+
+    The loss is divided by the global number of tokens already.
+    """
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        sent = buffer.to(reduce_dtype)  # the bucket itself where the dtypes agree
+        # the bucket itself where the dtypes agree
+        sent = buffer.to(reduce_dtype)
         work = dist.all_reduce(sent, group=group, async_op=True)
 
         def write_back(_: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -39,9 +46,9 @@ def _sum_gradients(reduce_dtype: torch.dtype | None) -> CommHook:
 
 
 class _Autocast(nn.Module):
-    """Runs the model with its matrix products in `dtype`; the weights stay as they are stored.
+    """Runs the model with its matrix products in `dtype`; the weights stay in their stored dtype.
 
-    Autocast rather than cast weights: checkpointed blocks recompute under it too.
+    It uses autocast, because checkpointed blocks recompute under the same autocast.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
@@ -57,12 +64,13 @@ class _Autocast(nn.Module):
 
 
 class DDP(DataParallel):
-    """Every rank holds the whole model; gradients are all-reduced (summed) bucket by bucket during backward.
+    """Every rank holds the whole model; gradients are summed bucket by bucket during backward.
 
-    `model` may be on the meta device: `materialize` allocates it and only then wraps it, so `self.model` is the bare
-    model before and the wrapped one after; one rank has nothing to reduce and is not wrapped. `specs` names every
-    parameter's role and block rows. Where `param_dtype` differs from the stored dtype the forward runs under autocast.
-    `reduce_dtype` is the dtype on the wire (None: the gradients' own).
+    `model` may be on the meta device. `materialize` allocates it and wraps it, so `self.model` is
+    the bare model before and the wrapped one after. A single rank has nothing to reduce, and its
+    model stays bare. `specs` gives every parameter's role and block rows. Where `param_dtype`
+    differs from the stored dtype, forward runs under autocast. `reduce_dtype` is the dtype of
+    gradients on the wire; None: their own. Raises ValueError for a parameter without a spec.
     """
 
     def __init__(
@@ -106,28 +114,29 @@ class DDP(DataParallel):
             wrapped = _Autocast(self._inner, self._param_dtype, self._device.type)
         self.model = wrapped
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
-            return  # nothing to reduce: the plain model
+            return
+        # Nothing needs to be broadcast: init_rows and checkpoints give every rank the same weights,
+        # and the only buffers are tables that every rank computes alike.
         with warnings.catch_warnings():
-            # Its successor, forward_sync_buffers, is not in PyTorch 2.11.
+            # its successor, forward_sync_buffers, is not in PyTorch 2.11
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(
                 wrapped,
                 process_group=self._group,
-                broadcast_buffers=False,  # the only buffers are tables that every rank computes alike
-                init_sync=False,  # init_rows and a checkpoint give every rank the same weights
+                broadcast_buffers=False,
+                init_sync=False,
                 gradient_as_bucket_view=True,
             )
         ddp.register_comm_hook(ddp.process_group, _sum_gradients(self._reduce_dtype))
         self.model = ddp
 
     def set_reduce_gradients(self, reduce: bool) -> None:
-        """False until the last microbatch: DDP reduces what has accumulated, so reducing twice would count twice."""
+        """DDP reduces what has accumulated, so it must reduce only once, in the last microbatch."""
         if not self._materialized:
             raise RuntimeError("materialize the model before training it")
         if isinstance(self.model, DistributedDataParallel):
-            self.model.require_backward_grad_sync = (
-                reduce  # what DDP.no_sync() sets; read in forward
-            )
+            # what DDP.no_sync() sets; forward reads it
+            self.model.require_backward_grad_sync = reduce
 
     def local_parameters(self) -> list[LocalParam]:
         return [

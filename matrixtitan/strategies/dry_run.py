@@ -1,7 +1,9 @@
-"""One rank of a job whose other ranks do not exist: what it keeps and how long it computes, not what it learns.
+"""One rank of a job whose other ranks do not exist: its memory and its time to compute.
 
-Owns what a dry run does otherwise than training: gradients are zeroed before the update, and the end reports the bytes
-that the rank keeps. Wraps any strategy, on the process group that `mesh.py` makes. Next file: `../parallelize.py`.
+Owns the two differences from training: gradients are zeroed before the update, and the end reports
+the bytes that the rank keeps. Losses mean nothing. A dry run wraps any strategy, on the fake
+process group that `mesh.py` makes; on that group `fsdp/transports.py` sends nothing
+(`FakeTransport`). Next: `parallelize.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
+from matrixtitan.fsdp import InitRows
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 logger = get_logger()
 
 
 class DryRun(DataParallel):
-    """`inner` on PyTorch's fake backend. `planned_bytes` is what its plan says that this rank keeps, if it has one."""
+    """The strategy `inner` on PyTorch's fake backend.
+
+    `planned_bytes`: what this rank keeps according to the plan; None where the strategy has none.
+    """
 
     def __init__(self, inner: DataParallel, planned_bytes: int | None) -> None:
         self.model = inner.model
@@ -52,8 +58,11 @@ class DryRun(DataParallel):
         self._inner.step(optimizers)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip as `inner` does, then zero the gradients: no other rank sends anything, so their values mean nothing,
-        and zeros keep every optimizer going."""
+        """Clip as `inner` does, then zero the gradients, and return 0.
+
+        No other rank sends anything, so their values mean nothing. Every optimizer can step on
+        zeros.
+        """
         norm = self._inner.clip_grad_norm_(max_norm)
         for param in self.stepped_parameters():
             if param.tensor.grad is not None:
@@ -61,13 +70,15 @@ class DryRun(DataParallel):
         return norm.zero_()
 
     def report(self, optimizers: Optimizers) -> str:
-        """The bytes that this rank keeps, measured on its tensors (AdamW's step counters, 4 bytes a tensor, apart),
-        and the bytes that the plan says."""
+        """The bytes that this rank keeps, from its tensors, and the bytes that the plan says.
+
+        AdamW's step counters, 4 bytes a tensor, are not counted.
+        """
         weights = sum(_nbytes_here(param.tensor) for param in self.local_parameters())
         state = sum(_nbytes_here(s.tensor) for s in optimizers.state_tensors() if s.tensor.ndim)
         report = (
-            f"dry run: rank {dist.get_rank()} of {dist.get_world_size()} keeps {weights:,} bytes of weights, "
-            f"as many of gradients, {state:,} of optimizer state"
+            f"dry run: rank {dist.get_rank()} of {dist.get_world_size()} keeps {weights:,} bytes "
+            f"of weights, as many of gradients, {state:,} of optimizer state"
         )
         if self._planned_bytes is not None:
             report += f"; planned in all: {self._planned_bytes:,} bytes"
@@ -78,5 +89,5 @@ class DryRun(DataParallel):
 
 
 def _nbytes_here(tensor: Tensor) -> int:
-    """Of this rank's part, where a DTensor's own `nbytes` is that of the whole."""
+    """Bytes of this rank's part; a DTensor's own `nbytes` is that of the whole."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes

@@ -1,7 +1,8 @@
-"""PyTorch's own `fully_shard`, with a Muon step that brings each matrix together in one of three ways.
+"""PyTorch's own `fully_shard` (FSDP2), with a Muon step that first brings each matrix together.
 
-Owns the wrapping (units, policies, sums instead of means, transports on gloo) and the optimizer step around the
-exchange. AdamW's tail is stepped on DTensors, which is local. Next: `matrix_exchange.py`, `fsdp2_transports.py`.
+Owns the wrapping (units, policies, sums instead of means, collectives on gloo) and the choice of
+the exchange. AdamW steps the tail on DTensors, which needs no communication. Next:
+`matrix_exchange.py`, the three ways to bring a matrix together; `fsdp2_collectives.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.fsdp.api import make_transport
+from matrixtitan.fsdp import InitRows
+from matrixtitan.fsdp.api import ReshardAfterForward, make_transport
 from matrixtitan.fsdp.transports import Transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.strategies.base import DataParallel, InitRows
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
+from matrixtitan.strategies.base import DataParallel
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,
@@ -34,20 +36,27 @@ from matrixtitan.strategies.matrix_exchange import (
     shard_bounds,
 )
 
-ReshardAfterForward = Literal["default", "always", "never"]
-Transports = Literal["auto", "tuned", "stock"]
-Exchange = Literal["gather_each", "gather_once", "all_to_all"]
+TransportChoice = Literal["auto", "tuned", "stock"]
+ExchangeName = Literal["gather_each", "gather_once", "all_to_all"]
 
 
 class FSDP2(DataParallel):
-    """Every parameter is cut by rows over all ranks of the mesh's last axis; the other axis, if any, replicates.
+    """Each parameter is cut by rows over the mesh's last axis; a first axis, if any, replicates.
 
-    `model` is on the meta device; `units` are its module names, gathered together, in forward order.
-    "default" keeps the last unit gathered between forward and backward, as ours does. `transports` "tuned" replaces
-    gloo's collectives in forward and backward, "stock" leaves them, "auto" tunes on gloo only. `prefetch` is how
-    many units are gathered ahead in forward. With `reduce_each_microbatch` every backward reduces, so that full
-    gradients of one unit only are alive. `timeout` is of the groups that it makes; None: PyTorch's default. ValueError
-    for anything unknown.
+    model: on the meta device.
+    units: names of the modules that are gathered together, in forward order.
+    dtype, param_dtype, reduce_dtype: of stored weights; of gathered weights; of gradients on the
+        wire. None: no cast.
+    reshard_after_forward: "default" keeps the last unit gathered between forward and backward, as
+        matrix_fsdp does; "always" frees every unit, "never" none.
+    reduce_each_microbatch: every backward reduces, so that the full gradients of one unit at most
+        are alive. False accumulates full gradients until the last microbatch.
+    transports: "tuned" replaces gloo's collectives in forward and backward by our transports,
+        "stock" leaves PyTorch's, "auto" is "tuned" on gloo and "stock" elsewhere.
+    prefetch: how many units are gathered ahead in forward.
+    timeout: of the process groups that this makes. None: PyTorch's default.
+
+    Raises ValueError for an unknown choice, and for "tuned" on another backend than gloo.
     """
 
     def __init__(
@@ -63,23 +72,22 @@ class FSDP2(DataParallel):
         reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: ReshardAfterForward = "default",
         reduce_each_microbatch: bool = True,
-        transports: Transports = "auto",
-        matrix_exchange: Exchange = "all_to_all",
+        transports: TransportChoice = "auto",
+        matrix_exchange: ExchangeName = "all_to_all",
         prefetch: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
         _check_choice(
             "parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward
         )
-        _check_choice("parallelism.fsdp2_transports", transports, Transports)
-        _check_choice("optimizer.matrix_exchange", matrix_exchange, Exchange)
+        _check_choice("parallelism.fsdp2_transports", transports, TransportChoice)
+        _check_choice("optimizer.matrix_exchange", matrix_exchange, ExchangeName)
         self.model = model
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self.shard_group = self.shard_mesh.get_group()
         if mesh.size() == self.shard_mesh.size():
-            mesh = (
-                self.shard_mesh
-            )  # with replicas, even one, FSDP2 all-reduces after each reduce-scatter
+            # on a mesh with a replicate axis, even of size 1, FSDP2 all-reduces each gradient again
+            mesh = self.shard_mesh
         self._specs = {spec.fqn: spec for spec in specs}
         self._device = device
         self._reduce_each_microbatch = reduce_each_microbatch
@@ -88,8 +96,9 @@ class FSDP2(DataParallel):
         )
         if self.tuned and self.shard_group.name() != "gloo":
             raise ValueError(
-                f"parallelism.fsdp2_transports 'tuned' is for gloo, the backend is {self.shard_group.name()}: "
-                "use 'stock', whose collectives NCCL has tuned already, or 'auto'"
+                "parallelism.fsdp2_transports 'tuned' is for gloo, the backend is "
+                f"{self.shard_group.name()}: use 'stock', whose collectives NCCL has tuned "
+                "already, or 'auto'"
             )
         self._gather = self._scatter = None
         self._transports: list[Transport] = []
@@ -101,10 +110,11 @@ class FSDP2(DataParallel):
             self._scatter = TransportReduceScatter(self._transports[1])
         self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)
         model.to(dtype=dtype)
+        # inputs are not cast: tables that blocks take as arguments keep their precision
         policy = MixedPrecisionPolicy(
             param_dtype=None if param_dtype == dtype else param_dtype,
             reduce_dtype=reduce_dtype,
-            cast_forward_inputs=False,  # tables that blocks take as arguments keep their precision
+            cast_forward_inputs=False,
         )
         self._units = [
             _shard_unit(
@@ -121,21 +131,18 @@ class FSDP2(DataParallel):
 
     def _set_communication(self, prefetch: int) -> None:
         for module in self._fsdp_modules():
-            module.set_gradient_divide_factor(
-                1.0
-            )  # sums: the loss is divided by the global token count already
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # gloo has neither averages nor premultiplied sums
+            # sums, since the loss is divided by the global number of tokens already
+            module.set_gradient_divide_factor(1.0)
+            # gloo has neither averages nor premultiplied sums
+            module.set_force_sum_reduction_for_comms(True)
             if self.tuned:
                 module.set_custom_all_gather(cast(Any, self._gather))
                 module.set_custom_reduce_scatter(cast(Any, self._scatter))
         for index, unit in enumerate(self._units):
             unit.set_modules_to_forward_prefetch(self._units[index + 1 : index + 1 + prefetch])
             if isinstance(unit, nn.Embedding):
-                unit.set_unshard_in_backward(
-                    False
-                )  # an embedding's gradient does not need its weight
+                # the gradient of an embedding does not need its weight
+                unit.set_unshard_in_backward(False)
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -157,7 +164,8 @@ class FSDP2(DataParallel):
     def local_parameters(self) -> list[LocalParam]:
         """DTensors of the full shapes; `start` is this rank's first row."""
         for module in self._fsdp_modules():
-            module.reshard()  # a forward without gradients leaves the kept units gathered
+            # a forward without gradients leaves the kept units gathered
+            module.reshard()
         params = []
         for fqn, parameter in self.model.named_parameters():
             spec = self._specs[fqn]
@@ -208,7 +216,7 @@ class FSDP2(DataParallel):
 
 
 def make_exchange(
-    name: Exchange, mesh: DeviceMesh, all_gather: TransportAllGather | None
+    name: ExchangeName, mesh: DeviceMesh, all_gather: TransportAllGather | None
 ) -> MuonExchange:
     """The MuonExchange of `optimizer.matrix_exchange` over a one-dimensional mesh."""
     if name == "gather_each":

@@ -1,8 +1,10 @@
 """Muon steps on row-sharded weights: how the ranks bring each matrix together to orthogonalise it.
 
-Owns three published ways: gather every update in turn, gather all at once, or exchange shards so that each rank gets
-some whole matrices and sends the results back. Momentum stays on the shards and Newton-Schulz is `optim`'s own. It
-never touches forward or backward. Next: `fsdp2.py`, which calls `MuonExchange.step`.
+Owns three published ways: gather every update in turn (`GatherEach`), gather all at once
+(`GatherOnce`), or exchange shards so that each rank gets some whole matrices and sends the results
+back (`AllToAll`, as Dion, VeOmni and torchtitan's DistMuon do). Momentum stays on the shards, and
+Newton-Schulz is `optim`'s own. It never touches forward or backward. Next: `fsdp2.py`, which calls
+`MuonExchange.step`.
 """
 
 from __future__ import annotations
@@ -29,21 +31,26 @@ from matrixtitan.optim.muon import (
 )
 from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
 from matrixtitan.plan.cost import newton_schulz_flops
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 
 BUCKETS = 4
-"""Into how many exchanges the all-to-all is cut, so that some travel while others are orthogonalised ..."""
-BUCKET_BYTES = 25 << 20
-"""... and the most that a rank sends in one of them, which bounds the memory."""
+"""Number of buckets that AllToAll cuts its matrices into, unless they would be too large. Some
+travel while others are orthogonalised."""
+
+MAX_BUCKET_BYTES = 25 << 20
+"""A rank closes a bucket once its matrices in it have this many bytes, which bounds the memory."""
+
 BUCKETS_AHEAD = 2
+"""Buckets that are gathered at a time: the one that is orthogonalised, and the next."""
 
 
 @dataclass(frozen=True)
 class ShardedUpdate:
-    """One matrix's update, whose rows are cut as FSDP2 cuts them: ceil(R / N) a rank, fewer at the end.
+    """The update of one matrix (R, C), whose rows are cut as FSDP2 cuts them (`shard_bounds`).
 
-    `local` advances the momentum and makes this rank's rows (rows here, C); call it once, when they are to be sent, so
-    that not all updates are alive at once.
+    `local` advances the momentum and returns this rank's rows. It is called once, and only when the
+    rows are sent, so that not all updates are alive at once. `shape` is (R, C). `block_rows`: rows
+    that are orthogonalised together; None: all.
     """
 
     fqn: str
@@ -55,7 +62,7 @@ class ShardedUpdate:
 
     @property
     def matrices_shape(self) -> tuple[int, ...]:
-        """Shape of what is orthogonalised: blocks of rows apart, where there are any."""
+        """Shape of what is orthogonalised: (R, C), or (blocks, block_rows, C)."""
         rows, cols = self.shape
         block = self.block_rows or rows
         return self.shape if block == rows else (rows // block, block, cols)
@@ -67,13 +74,16 @@ class ShardedUpdate:
 
 
 def shard_bounds(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of the rows that FSDP2 gives `rank`."""
+    """[start, stop) of the rows that FSDP2 gives `rank`: ceil(R / N) each, fewer at the end."""
     chunk = ceil(rows / world_size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
 class MuonExchange(ABC):
-    """A Muon step on DTensors sharded by rows over a one-dimensional mesh."""
+    """A Muon step on DTensors that are sharded by rows over a one-dimensional mesh.
+
+    c below is (N - 1) / N, and P is the number of matrix elements.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -83,7 +93,7 @@ class MuonExchange(ABC):
 
     @torch.no_grad()
     def step(self, muon: Muon) -> None:
-        """What `muon.step()` does to whole matrices, for shards: the same momentum, iteration, scales and decay."""
+        """As `muon.step()` on whole matrices: the same momentum, iteration, scales and decay."""
         for group in muon.param_groups:
             settings = newton_schulz_of(group)
             params, updates = [], []
@@ -94,7 +104,8 @@ class MuonExchange(ABC):
                 local = partial(
                     _local_update, param, muon.state[param]["momentum_buffer"], group, settings
                 )
-                if param.ndim == 3:  # rows are whole matrices: nothing to bring together
+                if param.ndim == 3:
+                    # a rank's rows are whole matrices: nothing to bring together
                     if _local(param).numel():
                         _apply(
                             param,
@@ -119,15 +130,22 @@ class MuonExchange(ABC):
     def orthogonalized(
         self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, this rank's rows of the orthogonalised update) for each, in any order equal on all ranks."""
+        """Yield (index, this rank's rows of the orthogonalised update) for each update.
+
+        The order is free, but the same on all ranks.
+        """
 
     def _rows_here(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole matrix (R, C)."""
         start, stop = shard_bounds(whole.size(0), self.world_size, self.rank)
         return whole[start:stop]
 
 
 class GatherEach(MuonExchange):
-    """Each update becomes a full tensor on every rank, and every rank orthogonalises it."""
+    """Each update becomes a full tensor on every rank, and every rank orthogonalises it.
+
+    A rank sends c P elements, in one all-gather per matrix.
+    """
 
     def orthogonalized(
         self, updates: Sequence[ShardedUpdate], settings: NewtonSchulz
@@ -150,7 +168,8 @@ class GatherEach(MuonExchange):
 class GatherOnce(MuonExchange):
     """One all-gather brings all updates to every rank, and every rank orthogonalises all.
 
-    With `all_gather` it uses what FSDP2 is tuned with on gloo.
+    A rank sends c P elements, padded to equal rows. `all_gather`: that of a tuned FSDP2 on gloo;
+    None: PyTorch's.
     """
 
     def __init__(self, mesh: DeviceMesh, all_gather: TransportAllGather | None = None) -> None:
@@ -162,7 +181,7 @@ class GatherOnce(MuonExchange):
     ) -> Iterator[tuple[int, Tensor]]:
         if not updates:
             return
-        gathered = self._gather(updates)  # (N, padded elements of a rank)
+        gathered = self._gather(updates)
         shapes = [update.matrices_shape for update in updates]
         for batch in together(shapes, updates[0].device):
             wholes = [
@@ -173,6 +192,7 @@ class GatherOnce(MuonExchange):
                 yield index, self._rows_here(whole.reshape(updates[index].shape))
 
     def _gather(self, updates: Sequence[ShardedUpdate]) -> Tensor:
+        """Every rank's rows of all updates, (N, elements of a rank), padded to equal rows."""
         sizes = [self._padded_numel(update) for update in updates]
         first = updates[0]
         gathered = torch.empty(self.world_size, sum(sizes), dtype=first.dtype, device=first.device)
@@ -197,10 +217,11 @@ class GatherOnce(MuonExchange):
 
 
 class AllToAll(MuonExchange):
-    """Shards are exchanged so that each rank holds some whole matrices, and the results are sent back.
+    """Shards are exchanged so that each rank gets some whole matrices; the results are sent back.
 
-    Every matrix has one rank that orthogonalises it, chosen by cost, longest first. Messages are packed into buckets
-    without padding; a bucket travels while another is orthogonalised. 2 c P / N elements leave a rank.
+    One rank orthogonalises each matrix: see `assign_owners`. Messages are packed into buckets
+    without padding, and a bucket travels while another is orthogonalised. A rank sends 2 c P / N
+    elements.
     """
 
     def orthogonalized(
@@ -237,7 +258,7 @@ class AllToAll(MuonExchange):
         ]
 
     def _gather(self, updates: Sequence[ShardedUpdate], bucket: Bucket) -> _Transfer:
-        """Send every owner my rows of its matrices; receive everyone's rows of mine."""
+        """Send every owner this rank's rows of its matrices; receive all ranks' rows of ours."""
         sent = [[updates[index].local() for index in owned] for owned in bucket]
         received = [
             sum(self._numel_on(updates[index], peer) for index in bucket[self.rank])
@@ -248,7 +269,7 @@ class AllToAll(MuonExchange):
     def _scatter(
         self, updates: Sequence[ShardedUpdate], bucket: Bucket, results: Sequence[Tensor]
     ) -> _Transfer:
-        """Send every rank its rows of my results; receive my rows of everyone's."""
+        """Send every rank its rows of this rank's results; receive this rank's rows of theirs."""
         sent = []
         for peer in range(self.world_size):
             bounds = [shard_bounds(result.size(0), self.world_size, peer) for result in results]
@@ -264,9 +285,9 @@ class AllToAll(MuonExchange):
         self, like: ShardedUpdate, sent: Sequence[Sequence[Tensor]], received: list[int]
     ) -> _Transfer:
         splits = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        pieces = [tensor.flatten() for tensors in sent for tensor in tensors]
+        flat = [tensor.flatten() for tensors in sent for tensor in tensors]
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
-        outgoing = torch.cat(pieces) if pieces else empty
+        outgoing = torch.cat(flat) if flat else empty
         incoming = empty.new_empty(sum(received))
         work = dist.all_to_all_single(
             incoming, outgoing, received, splits, group=self.group, async_op=True
@@ -277,20 +298,21 @@ class AllToAll(MuonExchange):
     def _wholes(
         self, updates: Sequence[ShardedUpdate], mine: Sequence[int], transfer: _Transfer
     ) -> list[Tensor]:
-        """My matrices, put together from the rows of all ranks."""
+        """This rank's matrices, put together from the rows of all ranks."""
         transfer.work.wait()
         by_peer = [
             part.split([self._numel_on(updates[index], peer) for index in mine])
             for peer, part in enumerate(transfer.incoming)
         ]
         return [
-            torch.cat([pieces[place] for pieces in by_peer]).view(updates[index].shape)
+            torch.cat([rows[place] for rows in by_peer]).view(updates[index].shape)
             for place, index in enumerate(mine)
         ]
 
     def _rows(
         self, updates: Sequence[ShardedUpdate], bucket: Bucket, transfer: _Transfer
     ) -> Iterator[tuple[int, Tensor]]:
+        """This rank's rows of a bucket's results, once they have arrived."""
         transfer.work.wait()
         for owned, part in zip(bucket, transfer.incoming, strict=True):
             sizes = [self._numel_on(updates[index], self.rank) for index in owned]
@@ -303,7 +325,10 @@ class AllToAll(MuonExchange):
 
 
 class _Transfer(NamedTuple):
-    """An exchange on its way. `outgoing` is only kept alive; `incoming` has one part for each peer."""
+    """An exchange in flight.
+
+    `outgoing` is only kept alive; `incoming` has one flat part for each peer.
+    """
 
     work: dist.Work
     outgoing: Tensor
@@ -311,11 +336,14 @@ class _Transfer(NamedTuple):
 
 
 Bucket = list[list[int]]
-"""For each rank the indices of the matrices that it puts together in this exchange."""
+"""For each rank, the indices of the matrices that it orthogonalises in this exchange."""
 
 
 def assign_owners(costs: Sequence[tuple[str, int]], world_size: int) -> list[int]:
-    """A rank for each (fqn, cost): longest processing time first, ties by fqn, then the lowest rank."""
+    """A rank for each (fqn, cost): longest processing time first, on the rank with least cost.
+
+    Ties are broken by fqn, then by rank.
+    """
     owners = [0] * len(costs)
     loads = [0] * world_size
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i][1], costs[i][0])):
@@ -325,7 +353,10 @@ def assign_owners(costs: Sequence[tuple[str, int]], world_size: int) -> list[int
 
 
 def make_buckets(updates: Sequence[ShardedUpdate], world_size: int) -> list[Bucket]:
-    """Cut the matrices of every rank into exchanges: equal shapes together, dear ones first, about equal bytes."""
+    """Cut the matrices of every rank into exchanges of about equal bytes.
+
+    Costly matrices come first, and equal shapes together.
+    """
     owners = assign_owners([(update.fqn, update.flops) for update in updates], world_size)
     queues = [
         sorted(
@@ -340,10 +371,11 @@ def make_buckets(updates: Sequence[ShardedUpdate], world_size: int) -> list[Buck
 
 
 def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[int]]:
+    """One rank's matrices, bucket by bucket."""
     nbytes = {
         i: updates[i].shape[0] * updates[i].shape[1] * updates[i].dtype.itemsize for i in queue
     }
-    limit = min(BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
+    limit = min(MAX_BUCKET_BYTES, ceil(sum(nbytes.values()) / BUCKETS))
     slices: list[list[int]] = []
     filled = limit
     for index in queue:
@@ -358,7 +390,7 @@ def _cut(queue: Sequence[int], updates: Sequence[ShardedUpdate]) -> list[list[in
 def _local_update(
     param: Tensor, buffer: Tensor, group: ParamGroup, settings: NewtonSchulz
 ) -> Tensor:
-    """Momentum on this rank's rows; the result in the dtype that the iteration starts with anyway."""
+    """Momentum on this rank's rows; the result in the dtype that the iteration starts with."""
     assert param.grad is not None
     update = momentum_update(
         _local(param.grad), _local(buffer), group["momentum"], group["nesterov"]
@@ -367,7 +399,7 @@ def _local_update(
 
 
 def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGroup) -> None:
-    """Muon's decay and update on this rank's rows; `matrix` is the shape that was orthogonalised."""
+    """Muon's decay and update on this rank's rows; `matrix`: the shape that was orthogonalised."""
     local = _local(param)
     if group["weight_decay"]:
         local.mul_(1 - group["lr"] * group["weight_decay"])
@@ -375,16 +407,17 @@ def _apply(param: Tensor, rows: Tensor, matrix: tuple[int, int], group: ParamGro
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor: a view."""
+    """This rank's rows of a DTensor, as a view. TypeError for a plain tensor."""
     if not isinstance(tensor, DTensor):
         raise TypeError(
-            f"expected a DTensor sharded by FSDP2, got a plain tensor of shape {tuple(tensor.shape)}"
+            "expected a DTensor sharded by FSDP2, got a plain tensor of shape "
+            f"{tuple(tensor.shape)}"
         )
     return tensor.to_local()
 
 
 def _all_gather_stock(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-    """Into one tensor; PyTorch renamed the call, and 2.11 has the old name only."""
+    """All-gather into one tensor. PyTorch renamed the call, and 2.11 has the old name only."""
     renamed = hasattr(dist, "all_gather_single")
     (dist.all_gather_single if renamed else dist.all_gather_into_tensor)(
         gathered, mine, group=group

@@ -1,7 +1,7 @@
-"""Ours: `matrixtitan.fsdp` seen through the interface that every strategy has.
+"""MatrixFSDP (`matrixtitan.fsdp`) by the interface that every strategy has.
 
-Owns only that translation; what happens when is in `matrixtitan/fsdp/`. The optimizer step communicates nothing, and
-clipping all-reduces one scalar over the shard group (replicas hold the same gradients). Next file: `fsdp/api.py`.
+Owns that translation alone. The optimizer step communicates nothing. Clipping all-reduces one
+scalar over the shard group, since replicas hold the same gradients. Next: `fsdp/api.py`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matrixtitan.fsdp import MatrixFSDP
+from matrixtitan.fsdp import InitRows, MatrixFSDP
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.strategies.base import DataParallel, InitRows
+from matrixtitan.strategies.base import DataParallel
 
 
 class MatrixFSDPStrategy(DataParallel):
-    """`runtime` must sum gradients. `reduce_each_microbatch` reduces after each backward, so that only a few
-    units' full gradients are alive; otherwise full gradients accumulate on every rank and are reduced once a step."""
+    """A model that `fully_shard` made data-parallel; its gradients must be sums.
+
+    `reduce_each_microbatch`: every backward reduces, so that the full gradients of only a few units
+    are alive. False accumulates full gradients on every rank, and reduces once a step.
+    """
 
     def __init__(
         self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True
@@ -39,11 +42,13 @@ class MatrixFSDPStrategy(DataParallel):
         return self._runtime.local_parameters()
 
     def step(self, optimizers: Optimizers) -> None:
-        self._runtime.reshard()  # a gathered copy of the old weights must not outlive the update
+        # a gathered copy of the old weights must not outlive the update
+        self._runtime.reshard()
         optimizers.step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        self._runtime.reshard()  # `.grad` is on the sharded parameters
+        # `.grad` is on the sharded parameters
+        self._runtime.reshard()
         gradients = [p.tensor.grad for p in self.stepped_parameters() if p.tensor.grad is not None]
         return clip_grad_norm_(gradients, max_norm, self._runtime.shard_group, device=self._device)
 

@@ -1,7 +1,8 @@
-"""Full weights everywhere; each matrix is stepped by one rank, which then sends the result to the others.
+"""Full weights on every rank; one rank steps each matrix and sends the result to the others.
 
-Owns the assignment of matrices to ranks and the broadcasts after the step. Forward and backward are those of
-DistributedDataParallel; momentum lives on the owner only. The tail is stepped alike on every rank. Next: `ddp.py`.
+Owns the assignment of matrices to ranks, and the broadcasts after the step. Forward and backward
+are those of DistributedDataParallel. The optimizer state of a matrix lives on its owner only. Every
+rank steps the whole tail. Next: `ddp.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from matrixtitan.strategies.matrix_exchange import assign_owners
 
 
 class Zero1Owner(DDP):
-    """ZeRO-1 with matrices as its pieces. Takes what DDP takes; `owner_of` maps each matrix to its group rank."""
+    """ZeRO-1 whose optimizer state is cut between matrices. Its arguments are those of DDP.
+
+    `owner_of` maps each matrix's fqn to its owner's group rank.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The sharded model against a plain copy of itself: weights, gradients and losses, at 1 to 4 ranks."""
+"""A sharded model trains as a plain copy of itself: the same losses and weights at 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from matrixtitan.fsdp import MatrixFSDP, fully_shard
 from matrixtitan.fsdp.api import make_transport
-from matrixtitan.plan.transports import TRANSPORTS
+from matrixtitan.plan.transport_registry import TRANSPORTS
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
@@ -85,7 +85,7 @@ def train_sharded(
 
 
 def toy_case(options: dict[str, Any]) -> None:
-    """One cell of the table: train the toy sharded and plain, compare losses, weights and what is left alive."""
+    """Train the toy sharded and plain; compare losses and weights, and find no gathered weights."""
     tied = options.get("tied", False)
     plain_losses, plain_weights = train_plain(make_toy(tied=tied))
     if options.get("meta"):
@@ -191,7 +191,7 @@ def test_two_runs_have_the_same_bits(transport: str, prefetch: int) -> None:
 
 
 def transport_of_unequal_machines(names: list[str]) -> list[str]:
-    """Three ranks on one machine, one on another; the shard group is the two ranks that straddle them."""
+    """Three ranks on one machine, one on another. The shard group of ranks 2 and 3 straddles both."""
     rank = dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = ["3", "3", "3", "1"][rank]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -204,6 +204,6 @@ def transport_of_unequal_machines(names: list[str]) -> list[str]:
 
 
 def test_ranks_of_unequal_machines_choose_the_same_transport() -> None:
-    """Each by its own count, one took the ring and the other the star."""
+    """They have different counts of ranks on their own machine."""
     chosen = run_distributed(transport_of_unequal_machines, 4, ["auto", "grouped"])
     assert chosen[2] == chosen[3] == ["ring", "grouped"]

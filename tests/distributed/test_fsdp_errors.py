@@ -1,4 +1,4 @@
-"""Wrong use of the runtime fails loudly, on every rank that can know, and names what is wrong."""
+"""Wrong use of the runtime raises on every rank that can know of it, and names what is wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def replicas() -> DeviceMesh:
 
 
 def different_model_on_one_rank() -> None:
-    """With replicas: not only in its own shard group."""
+    """With replicas: ranks outside of its shard group learn of it too."""
     model = make_toy(dim=12 if dist.get_rank() == 3 else 8)
     fully_shard(model, units=toy_units(), mesh=replicas())
 
@@ -206,11 +206,12 @@ def test_units_in_another_order_on_one_rank_end_all_ranks(transport: str, prefet
     assert "failed: another rank died, or timed out" in str(answers[0]), answers[0]
     for answer in answers:
         ended = re.search(r"ended after (\S+) s", answer)
-        assert ended is not None and float(ended[1]) < 10, answer  # the collectives' timeout is 60
+        # long before the collectives' timeout of 60
+        assert ended is not None and float(ended[1]) < 10, answer
 
 
 def forward_that_raised() -> None:
-    """On all ranks; then units are called by themselves, outside of the model, where no order is kept."""
+    """A forward raises on all ranks. Then units are called outside of the model, in another order."""
     model = make_toy()
     fully_shard(model, units=toy_units())
     tokens, labels = batch(0)
@@ -261,11 +262,11 @@ def test_a_dead_rank_is_named_by_what_waited_for_it() -> None:
 
 
 TIMEOUT = 3
-"""Seconds. Ranks that wait for a frozen one raise after them, and not much later."""
+"""Timeout in seconds, after which ranks that wait for a frozen rank raise."""
 
 
 def freeze_in_backward(transport: str) -> str:
-    """Rank 1 stops, alive, with all its connections; what the others raise, and that they then end."""
+    """Rank 1 stops for ever, with its connections open; the others raise, and say after how long."""
     model = make_toy()
     sharded = fully_shard(
         model, units=toy_units(), transport=transport, timeout=timedelta(seconds=TIMEOUT)
@@ -300,8 +301,11 @@ def test_a_frozen_rank_is_named_by_what_waited_for_it_in_time(transport: str) ->
         assert float(ended[1]) < 2 * TIMEOUT, answers[rank]
 
 
-def interrupt_between_receives_and_sends() -> float:
-    """Ctrl-C on all ranks at once, each waiting for what the others have not sent. Seconds until all is torn down."""
+def interrupt_between_receives_and_sends() -> None:
+    """Ctrl-C on all ranks at once, while each waits for what the other has not sent.
+
+    Raises with the seconds that the tear-down took.
+    """
     model = make_toy()
     sharded = fully_shard(model, units=toy_units(), transport="star")
     tokens, labels = batch(0)
@@ -312,11 +316,11 @@ def interrupt_between_receives_and_sends() -> float:
 
     reduce = reducing.reduce
 
-    def interrupted(pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
-        both_own = {piece.owner for piece in pieces} == {0, 1}
+    def interrupted(tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        both_own = {owned.owner for owned in tensors} == {0, 1}
         if both_own:
             reducing._send = lambda sends: []  # type: ignore[method-assign]
-        works = reduce(pieces)
+        works = reduce(tensors)
         if both_own:
             raise KeyboardInterrupt
         return works

@@ -1,8 +1,9 @@
-"""What trainers do to a sharded model, each trained next to an unsharded copy, on 2 shards and on 2 x 2 (replicas).
+"""What trainers do to a sharded model: each feature is trained next to an unsharded copy.
 
-DDP's loss is the mean of its ranks' losses on their shares, its gradient the mean of theirs. The plain copy computes
-both on the whole batch at once, which is the same up to rounding; where that would not be so (bfloat16, or a branch
-that depends on the rank) it takes one share after the other, as DDP's ranks do.
+On 2 shards, and on 2 replicas of 2 shards. The unsharded ("plain") copy stands for DDP. DDP's loss
+is the mean of its ranks' losses on their shares, and its gradient the mean of theirs. The plain copy
+computes both on the whole batch at once, which is the same up to rounding. Where it would not be the
+same (bfloat16, or a branch that depends on the rank), the plain copy takes one share after another.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 
 ROWS = 24
-TOKENS = ROWS * 5  # of a whole batch: losses and gradients are means over it
+TOKENS = ROWS * 5
+"""Tokens of a whole batch; losses and gradients are means over them."""
 STEPS = 3
 CLOSE = 5e-5
-"""How near losses are to DDP's."""
+"""Tolerance between losses and those of the plain copy."""
 
 
 def shard(
@@ -79,7 +81,10 @@ def check_gradients(sharded: MatrixFSDP, plain: nn.Module) -> None:
 
 
 Backward = Callable[[Any, Tensor, Tensor], Tensor]
-"""(copy, tokens, labels): forward and backward of this part of a batch; returns its part of the batch's mean loss."""
+"""(copy, tokens, labels): forward and backward on this part of a batch.
+
+It returns the part's share of the batch's mean loss.
+"""
 
 
 def backward(copy: Any, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -98,11 +103,12 @@ def train_in_step(
     lr: float = 0.5,
     optimizers: tuple[Any, Any] | None = None,
 ) -> None:
-    """Both copies train: in each step their gradients agree, and their losses within 5e-5.
+    """Train both copies, and check in each step that their gradients and losses agree.
 
-    A step accumulates `passes` batches, the same ones in each step, with `before(index)` before each. `mine` runs on
-    this rank's share, and `whole` (None: the same) on the plain copy with all of the batch. `optimizers` are those of
-    the two copies; None is SGD and not Adam, which would forgive gradients of a wrong scale.
+    A step accumulates `passes` batches, the same ones in each step, and calls `before(index)` before
+    each. `mine` runs the sharded copy on this rank's share, and `whole` (None: `mine`) the plain
+    copy on the whole batch. `optimizers` are those of the two copies. None is SGD: Adam would hide
+    gradients of a wrong scale.
     """
     if optimizers is None:
         ours, theirs = (
@@ -133,7 +139,7 @@ def compare_toy(
     mine: Backward = backward,
     **kwargs: Any,
 ) -> None:
-    """Train plain and sharded copies that `prepare` changed, the sharded one after it was sharded."""
+    """Train plain and sharded copies; `prepare` changes each, the sharded one after `fully_shard`."""
     plain, model = make_toy(), make_toy()
     prepare(plain)
     sharded = shard(model, replicas, **kwargs)
@@ -141,7 +147,7 @@ def compare_toy(
     train_in_step(sharded, plain, mine)
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the features ------------------------------------------------------------------------------
 
 
 def checkpoint_inside(model: Toy) -> None:
@@ -163,7 +169,7 @@ def run_checkpointed_outside(model: Any, tokens: Tensor, labels: Tensor) -> Tens
 
 
 def checkpoint_outside(model: Toy) -> None:
-    model.forward = lambda tokens, labels: run_checkpointed_outside(model, tokens, labels)  # type: ignore[assignment]
+    model.forward = partial(run_checkpointed_outside, model)  # type: ignore[method-assign]
 
 
 def recomputed_outside(replicas: int) -> None:
@@ -225,7 +231,7 @@ def unused_on_some_ranks(replicas: int) -> None:
 
     def each_share(plain: Gated, tokens: Tensor, labels: Tensor) -> Tensor:
         loss = torch.zeros(())
-        for rank in range(world):  # with that rank's branch
+        for rank in range(world):
             plain.use = rank == 1
             loss += backward(plain, share(tokens, rank, world), share(labels, rank, world))
         return loss
@@ -240,7 +246,7 @@ def mean_of_a_share(copy: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def mean_of_gradients(replicas: int) -> None:
-    """One normalisation for all layouts: the sum over all ranks, divided by their number."""
+    """The mean is over all ranks, of shards and of replicas."""
     compare_toy(replicas, mine=mean_of_a_share, gradient_reduction="mean")
 
 
@@ -271,12 +277,12 @@ def forgetful(copy: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def forgotten_forward(replicas: int) -> None:
-    """A forward with gradients whose loss is dropped must not hold back the next reduction."""
+    """A forward whose loss is dropped without a backward must not delay the next reduction."""
     compare_toy(replicas, mine=forgetful)
 
 
 def remembered_forward(replicas: int) -> None:
-    """As above, but its loss is kept: the graph is alive, and the next backward reduces all the same."""
+    """A forward whose loss is kept without a backward must not prevent the next reduction."""
     kept = []
 
     def mine(copy: Any, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -318,7 +324,7 @@ class TwoHeads(Toy):
 
 
 def heads_by_turns_accumulated(replicas: int) -> None:
-    """The microbatch that reduces does not come by a unit whose gradients an earlier one kept."""
+    """The microbatch that reduces does not reach a unit whose gradients an earlier one kept."""
     plain, model = TwoHeads(), TwoHeads()
     units = [["embed"], *([f"blocks.{i}"] for i in range(3)), ["norm"], ["head"], ["second"]]
     sharded = shard(model, replicas, units=units, tail_patterns=("head.weight", "second.weight"))
@@ -331,7 +337,7 @@ def heads_by_turns_accumulated(replicas: int) -> None:
 
 
 def backward_that_raises(replicas: int) -> None:
-    """On every rank, in the middle: the gradients of that backward are lost, and nothing else."""
+    """A backward that raises on every rank, in the middle, loses its own gradients and no others."""
     plain, model = make_toy(), make_toy()
     sharded = shard(model, replicas)
 
@@ -366,10 +372,11 @@ def evaluation_between(replicas: int) -> None:
 
 
 def state_dict_reloaded(replicas: int) -> None:
-    """Rows saved by one model and loaded into another, while its last unit is still gathered."""
+    """Rows saved by one model are loaded into another whose last unit is still gathered."""
     source, model, plain = make_toy(seed=1), make_toy(seed=2), make_toy(seed=1)
     sharded_source, sharded = shard(source, replicas), shard(model, replicas)
-    model(*my_share(7))  # leaves the last unit gathered, with the values before the load
+    # leaves the last unit gathered, with the values before the load
+    model(*my_share(7))
     rows = source.state_dict()
     for local in sharded_source.local_parameters():
         assert rows[local.fqn].shape == local.tensor.shape
@@ -378,7 +385,7 @@ def state_dict_reloaded(replicas: int) -> None:
 
 
 def step_without_backward(replicas: int) -> None:
-    """An optimizer step while the last unit is still gathered: the next forward must see the new weights."""
+    """After a step on weights whose unit is still gathered, the next forward sees the new ones."""
     plain, model = make_toy(), make_toy()
     sharded = shard(model, replicas)
     model(*my_share(7))
@@ -392,7 +399,7 @@ def step_without_backward(replicas: int) -> None:
 
 
 def compiled_selective_llama(replicas: int) -> None:
-    """This repo's own model, with selective checkpointing inside compiled blocks, tied and untied."""
+    """This repo's own model, tied and untied, with selective checkpointing in compiled blocks."""
     for tied in (False, True):
         models = []
         for _ in range(2):
@@ -458,7 +465,7 @@ def structured_inputs_and_outputs(replicas: int) -> None:
 
 
 def in_bfloat16(plain: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """DDP under the same precision rule: each share computes in bfloat16, gradients are summed in float32."""
+    """As DDP would: each share computes in bfloat16, and gradients are summed in float32."""
     loss = torch.zeros(())
     world = dist.get_world_size()
     for rank in range(world):
@@ -470,7 +477,10 @@ def in_bfloat16(plain: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def mixed_precision(replicas: int) -> None:
-    """bfloat16 compute, float32 masters and sums, over ranks and over microbatches, reduced each or once."""
+    """Compute in bfloat16, with float32 masters and sums over ranks and over microbatches.
+
+    Gradients are reduced after each microbatch, and once for both.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     for reduce_each in (True, False):
         plain, model = make_toy(), make_toy()
@@ -487,7 +497,7 @@ def mixed_precision(replicas: int) -> None:
 
 
 def summed_in_reduce_dtype(replicas: int) -> None:
-    """Over ranks and over microbatches: 256 + 1 is 256 in bfloat16, and not so in the plain copy's float32."""
+    """Sums over ranks and over microbatches are float32: in bfloat16, 256 + 1 is 256."""
     torch.manual_seed(0)
     plain = nn.Linear(2, 2, bias=False)
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
@@ -555,11 +565,11 @@ def test_feature(feature: Callable[[int], None], replicas: int) -> None:
     run_distributed(feature, 2 * replicas, replicas, timeout=120)
 
 
-# --- parameters cut between ranks ------------------------------------------------------------------------------------
+# --- parameters cut between ranks --------------------------------------------------------------
 
 
 class Mixture(nn.Module):
-    """A projection into three heads and a stack of five experts, all of which see every token, by their gates."""
+    """A projection into three heads, and a stack of five experts that all see every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -583,7 +593,7 @@ def make_mixture() -> Toy:
 
 
 def cut_evenly(shard: MatrixShard, world_size: int) -> MatrixShard:
-    """Between as many ranks as there are blocks, at their bounds."""
+    """`shard` cut between its blocks, over as many ranks as possible."""
     blocks = shard.shape[0] // shard.block_rows
     parts = min(world_size, blocks)
     bounds = [blocks * part // parts * shard.block_rows for part in range(parts + 1)]
@@ -592,8 +602,10 @@ def cut_evenly(shard: MatrixShard, world_size: int) -> MatrixShard:
 
 
 def heads_and_experts(replicas: int) -> None:
-    """Heads, experts and embeddings are cut between ranks, dense matrices are whole, and Muon steps each as one alone
-    does: a head's rows and an expert are matrices of their own."""
+    """Heads, experts and embeddings are cut between ranks, and dense matrices are whole.
+
+    Muon steps a head's rows and an expert as the separate matrices that they are in PlainMuon.
+    """
     plain, model = make_mixture(), make_mixture()
     units = toy_units(depth=2)
     specs = param_specs(
@@ -622,7 +634,7 @@ def heads_and_experts(replicas: int) -> None:
 
 
 class PlainMuon:
-    """Muon for whole matrices alone: heads and experts are parameters of their own, copied in and out."""
+    """Muon on separate matrices: heads and experts are own parameters, copied in and out."""
 
     def __init__(
         self,

@@ -64,9 +64,8 @@ def encoder_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, loss_of: Callable[[Any, Tensor], Tensor], share: slice) -> list[float]:
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9
-    )  # Adam would forgive a wrong scale
+    # not Adam, which would hide gradients of a wrong scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     tokens = torch.randint(0, 64, (12, 10), generator=torch.Generator().manual_seed(0))[share]
     for _ in range(STEPS):

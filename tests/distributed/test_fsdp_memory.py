@@ -1,4 +1,4 @@
-"""How much is alive when: gathered weights, full gradients, and what a rank keeps for good."""
+"""How many bytes are alive, and when: gathered weights, full gradients, and resident bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
-from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT
 from matrixtitan.predict.memory import Precision, memory_table
 from matrixtitan.rules import RULES
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
@@ -63,10 +63,11 @@ def my_batch() -> tuple[Tensor, Tensor]:
 
 
 class FullGradients:
-    """Storages with full gradients of each unit, from when autograd made them. It holds none of them alive.
+    """Watches the storage of full gradients, unit by unit, by weak references.
 
-    The gradients as autograd made them, and the messages that they travel in. What this rank owns whole becomes its
-    own gradient, and is not counted from when its reduction begins.
+    It counts the gradients as autograd made them, and the tensors that they travel in. A gradient
+    that this rank owns whole becomes the owner's `.grad`, and is not counted once its reduction has
+    begun.
     """
 
     def __init__(self, sharded: MatrixFSDP) -> None:
@@ -138,7 +139,10 @@ def storage_alive(
     pack_below: int,
     in_flight: int = REDUCTIONS_IN_FLIGHT["gloo"],
 ) -> None:
-    """At every block's forward and backward: gathered units at most 1 + prefetch, besides those kept by choice."""
+    """At each block's forward and backward, at most 1 + prefetch units are gathered.
+
+    Units that `reshard` keeps for backward are not counted.
+    """
     unit.PACK_BELOW = pack_below
     model, sharded = sharded_toy(prefetch, reshard, transport)
     assert sharded._schedule.max_reductions == REDUCTIONS_IN_FLIGHT["gloo"]
@@ -158,13 +162,16 @@ def storage_alive(
     with gradients:
         for _ in range(3):
             model(*my_batch()).backward()
-            assert gradients.look() == 0  # none outlives backward
+            # none outlives backward
+            assert gradients.look() == 0
     for direction, counts in gathered.items():
         assert len(counts) == 3 * DEPTH
-        most = 0 if reshard == "never" else 1 + prefetch  # with "never" all are kept
-        assert max(counts[DEPTH:]) == most, (direction, counts)  # the first pass records the order
+        # with "never" all are kept; the first pass records the order and prefetches nothing
+        most = 0 if reshard == "never" else 1 + prefetch
+        assert max(counts[DEPTH:]) == most, (direction, counts)
     assert len(gradients.of_units) == DEPTH + 2
-    assert gradients.most == 1 + in_flight  # one in backward
+    # those in reduction, and one in backward
+    assert gradients.most == 1 + in_flight
     assert sharded.gathered_nbytes == 0
     sharded.close()
 
@@ -191,7 +198,10 @@ def test_as_few_reductions_as_on_gpus_are_bounded_alike() -> None:
 
 
 def full_gradients_on_no_owner(reduce_dtype: torch.dtype, backend: str) -> int:
-    """Rank 0 owns all and returns the memory table's bytes; rank 1, whose gradients all travel, the most it held."""
+    """Rank 0 owns everything, so all of rank 1's gradients travel.
+
+    Rank 0 returns the bytes of the memory table, and rank 1 the most bytes that it held.
+    """
     unit.PACK_BELOW = 0
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     plan = sharded_toy(1, "default")[1].plan
@@ -221,13 +231,13 @@ def full_gradients_on_no_owner(reduce_dtype: torch.dtype, backend: str) -> int:
 def test_full_gradients_are_the_memory_tables_to_the_byte(
     reduce_dtype: torch.dtype, backend: str
 ) -> None:
-    """Both backends' numbers in flight, on gloo."""
+    """With each backend's number of reductions in flight, on gloo."""
     planned, held = run_distributed(full_gradients_on_no_owner, 2, reduce_dtype, backend)
     assert held == planned
 
 
 def accumulated_sums(in_flight: int) -> None:
-    """Of a first backward every unit's sums wait, to become the gradients; later ones are added unit by unit."""
+    """The first backward's sums all wait, and become the gradients; later ones are added by unit."""
     model, sharded = sharded_toy(1, "default")
     sharded._schedule.max_reductions = in_flight
     waiting: list[int] = []
@@ -250,7 +260,10 @@ def test_accumulating_holds_no_second_copy_of_the_gradients(in_flight: int) -> N
 
 
 def accumulated() -> None:
-    """Without reducing, every full gradient stays, once and in reduce dtype; the next reduction frees them all."""
+    """Without reducing, every full gradient stays, once and in reduce dtype.
+
+    The next reduction frees them all.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model, sharded = sharded_toy(1, "default", mp_policy=policy)
     params = [param for unit in sharded.units for param in unit.params]
@@ -277,7 +290,8 @@ def accumulated() -> None:
     with FullGradients(sharded) as gradients:
         model(*my_batch()).backward()
         assert gradients.look() == 0
-    assert all(ref.expired() for ref in [*refs, *made])  # all are small here, and travel packed
+    # all gradients are small here, and travel packed
+    assert all(ref.expired() for ref in [*refs, *made])
 
 
 def test_accumulating_without_reducing_keeps_all_in_reduce_dtype() -> None:
@@ -285,13 +299,13 @@ def test_accumulating_without_reducing_keeps_all_in_reduce_dtype() -> None:
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Of all storage behind `tensors`, each once."""
+    """Bytes of all storage behind `tensors`, each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def resident(name: str, dim: int, replicas: int) -> None:
-    """Storage held for good, behind what is seen of it: the plan's bytes, and padding in the owner buffers alone."""
+    """Resident storage has the plan's bytes, and the padding of the owner buffers besides."""
     model, sharded = sharded_toy(1, "default", replicas=replicas, dim=dim)
     local = sharded.local_parameters()
     optimizers = build_optimizers(local, OptimizerConfig(name=name))  # type: ignore[arg-type]
@@ -311,7 +325,8 @@ def resident(name: str, dim: int, replicas: int) -> None:
     padded = [align_up(param.tensor.numel(), alignment) for param in local]
     padding = 4 * (sum(padded) - sum(param.tensor.numel() for param in local))
     assert held == planned._replace(parameters=planned.parameters + padding)
-    assert (padding == 0) == (dim == 16)  # rows of 16 floats fill whole lines
+    # rows of 16 floats fill whole lines of 64 bytes
+    assert (padding == 0) == (dim == 16)
     assert sharded.gathered_nbytes == 0
 
 
@@ -327,7 +342,10 @@ def test_resident_bytes_are_the_plans_to_the_byte(world_size: int, replicas: int
 
 
 def owner_addresses() -> None:
-    """Where compute and stored dtype agree the owner computes from its own storage, which never moves."""
+    """Where compute and stored dtype agree, an owner computes from its owner buffer.
+
+    The buffer never moves.
+    """
     model, sharded = sharded_toy(1, "default")
     before = {local.fqn: local.tensor.data_ptr() for local in sharded.local_parameters()}
     seen: dict[str, set[int]] = {}
@@ -362,7 +380,8 @@ def communication_of_a_step(prefetch: int, transport: str) -> None:
     model, sharded = sharded_toy(prefetch, "default", transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens, labels = my_batch()
-    model(tokens, labels).backward()  # records the order
+    # the first step records the order
+    model(tokens, labels).backward()
     optimizer.zero_grad()
     events: list[str] = []
     start_unshard, start_reduce = Unit.start_unshard, Unit.start_reduce
@@ -390,9 +409,10 @@ def communication_of_a_step(prefetch: int, transport: str) -> None:
     events = events[len(forward) :]
     gathers = [event for event in events if event.startswith("gather")]
     reductions = [event for event in events if event.startswith("reduce")]
-    assert gathers == [f"gather {name}" for name in backward]  # not the embedding
+    # not the embedding, whose backward needs no weight
+    assert gathers == [f"gather {name}" for name in backward]
     assert reductions == [f"reduce {name}" for name in ["norm+head", *backward, "embed"]]
-    # a block's backward begins with the gathers of `prefetch` more, before its own reduction, and with no others
+    # before a block's reduction, `prefetch` blocks more have been gathered, and no others
     for i, name in enumerate(backward):
         begun = events[: events.index(f"reduce {name}")].count
         ahead = [begun(f"gather {other}") for other in backward[i:]]

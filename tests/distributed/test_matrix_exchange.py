@@ -1,4 +1,4 @@
-"""Muon on row-sharded DTensors is Muon on whole matrices, whichever way the ranks bring a matrix together."""
+"""Muon on row-sharded DTensors is Muon on whole matrices, by every MuonExchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.optim.muon import Muon
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
     GatherEach,
@@ -131,9 +131,8 @@ def test_each_way_takes_its_own_path_and_bytes(world_size: int) -> None:
     for result in results:
         gather_each, gather_once, direct, all_to_all = (result[name] for name in EXCHANGES)
         assert gather_each.calls == {"all_gather_into_tensor": len(matrices)}
-        assert gather_once.calls == {
-            "_allgather_base_": 2
-        }  # one for each of Muon's parameter groups
+        # one for each of Muon's parameter groups
+        assert gather_once.calls == {"_allgather_base_": 2}
         assert direct.calls == {"send": 2 * (world_size - 1)}
         for gathered in (gather_each, gather_once, direct):
             assert gathered.nbytes == pytest.approx(others * padded)

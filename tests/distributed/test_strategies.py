@@ -1,4 +1,4 @@
-"""Every strategy trains the same model to the same losses, by the communication that it claims."""
+"""Every strategy trains to the same losses, and communicates what its formula says."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
-from matrixtitan.predict.strategies import Strategy, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import StrategyVariant, strategy_bytes, unit_sizes
 from matrixtitan.strategies.fsdp2 import FSDP2
-from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
+from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
 from matrixtitan.strategies.zero1_owner import Zero1Owner
 from models.llama import Llama
@@ -52,7 +52,7 @@ def test_losses_and_norms_agree_with_ddp(world_size: int) -> None:
 
 
 def matrices_after(names: list[str], steps: int) -> dict[str, dict[str, Tensor]]:
-    """Each strategy's whole matrices on this rank after training, nothing batched."""
+    """Each strategy's whole matrices on this rank after training, without batched products."""
     results = {}
     for name in names:
         run = Run(make_config(name, ns_batch=False))
@@ -80,7 +80,8 @@ def counts(names: list[str]) -> dict[str, dict[str, Any]]:
     results = {}
     for name in names:
         run = Run(make_config(name))
-        run.forward_backward(0)  # buckets and prefetch order settle in the first step
+        # buckets and prefetch order settle in the first step
+        run.forward_backward(0)
         run.update()
         with CollectiveCounter() as forward_backward:
             run.forward_backward(1)
@@ -95,7 +96,7 @@ def counts(names: list[str]) -> dict[str, dict[str, Any]]:
     return results
 
 
-def formula(name: Strategy, world_size: int) -> tuple[int, int]:
+def formula(name: StrategyVariant, world_size: int) -> tuple[int, int]:
     with torch.device("meta"):
         model = Llama(FLAVOR, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=False)
     specs = model_specs(model, make_config("ddp"))
@@ -109,11 +110,13 @@ def formula(name: Strategy, world_size: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_follow_the_formulas(world_size: int) -> None:
-    names: list[Strategy] = [
-        "matrix_fsdp", "fsdp2_gather_each", "fsdp2_gather_once", "fsdp2_all_to_all", "zero1_owner", "ddp"
+    names: list[StrategyVariant] = [
+        "matrix_fsdp", "fsdp2_gather_each", "fsdp2_gather_once", "fsdp2_all_to_all", "zero1_owner",
+        "ddp",
     ]  # fmt: skip
     results = run_distributed(counts, world_size, names)
-    scalar = 2 * 8 * (world_size - 1) / world_size  # the norm's all-reduce
+    # the norm's all-reduce of one float64; replicated strategies hold all gradients already
+    scalar = 2 * 8 * (world_size - 1) / world_size
     for name in names:
         forward_backward, optimizer = formula(name, world_size)
         mean = {
@@ -121,7 +124,7 @@ def test_bytes_follow_the_formulas(world_size: int) -> None:
             for phase in ("forward_backward", "optimizer")
         }
         assert mean["forward_backward"] == pytest.approx(forward_backward, rel=0.02), name
-        norm = 0.0 if name in ("ddp", "zero1_owner") else scalar  # they hold all gradients already
+        norm = 0.0 if name in ("ddp", "zero1_owner") else scalar
         assert mean["optimizer"] - norm == pytest.approx(optimizer, rel=0.02), name
 
 
@@ -160,7 +163,8 @@ def transport_calls() -> dict[str, dict[str, int]]:
 
 def test_tuned_and_stock_transports_are_what_runs() -> None:
     units = FLAVOR.n_layers + 2
-    gathers = units + FLAVOR.n_layers  # the head is kept, the embedding is not gathered again
+    # in backward the head is still gathered, and the embedding is not needed
+    gathers = units + FLAVOR.n_layers
     for found in run_distributed(transport_calls, 3):
         assert found["fsdp2_all_to_all"] == {"send": 2 * (gathers + units)}
         assert found["fsdp2_all_to_all_stock"] == {
@@ -221,7 +225,8 @@ def rows_of_fsdp2() -> None:
     run.train(1)
     with torch.no_grad():
         tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
-        run.strategy.model(tokens, tokens)  # leaves the kept unit gathered
+        # leaves the kept unit gathered
+        run.strategy.model(tokens, tokens)
     check()
 
 
@@ -264,8 +269,8 @@ def message(call: Any) -> str:
 def wrong_settings() -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def build(**options: str) -> FSDP2:
-        return FSDP2(nn.Module(), [], units=[], mesh=mesh, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
+    def build(**options: Any) -> FSDP2:
+        return FSDP2(nn.Module(), [], units=[], mesh=mesh, device=torch.device("cpu"), **options)
 
     config = make_config("fsdp2_all_to_all")
     soap = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="soap"))
@@ -299,7 +304,8 @@ def exchanges_by(transport: str) -> None:
     works = [all_gather(output, mine + 10 * call, group) for call, output in enumerate(outputs)]
     whole = torch.arange(4.0 * size) * (rank + 1)
     part = reduce_scatter.allocate((4,), dtype=whole.dtype, device=whole.device)
-    reduce_scatter(part, whole, group, dist.ReduceOp.SUM)  # while the all-gathers are on their way
+    # while the all-gathers are in flight
+    reduce_scatter(part, whole, group, dist.ReduceOp.SUM)
     assert torch.equal(part, torch.arange(4.0 * rank, 4.0 * rank + 4) * size * (size + 1) / 2)
     for call in reversed(range(3)):
         works[call].wait()
@@ -319,7 +325,8 @@ def test_exchanges_by_our_transports_overlap_and_are_exact(world_size: int, tran
 
 
 def threads_after_close() -> list[str]:
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # the ring has threads in both directions
+    # across machines "auto" is the ring, which has a thread in each direction
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     run = Run(make_config("fsdp2_all_to_all"))
     run.train(1)
     assert [thread for thread in threading.enumerate() if "ring" in thread.name]

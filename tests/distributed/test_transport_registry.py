@@ -1,4 +1,4 @@
-"""A transport of one's own is one entry of the registry: config, prices, tools and runtime then know it."""
+"""One entry of the registry adds a transport: config, prices, tools and runtime then know it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from matrixtitan.config import ConfigError, load_config
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import OwnedTensor, Transport, transport_class
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     TRANSPORTS,
     BusiestBytes,
     Direction,
@@ -28,26 +28,26 @@ NAME = "mailbox"
 
 
 class Mailbox(Transport):
-    """Moves pieces one after another, and counts them."""
+    """Moves tensors one after another, and counts them."""
 
     name = NAME
     moved = 0
 
-    def unshard(self, pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
-        for owner, tensor in pieces:
+    def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        for owner, tensor in tensors:
             dist.broadcast(tensor, group=self.group, group_src=owner)
             Mailbox.moved += 1
         return ()
 
-    def reduce(self, pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
-        for owner, tensor in pieces:
+    def reduce(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        for owner, tensor in tensors:
             dist.reduce(tensor, group=self.group, group_dst=owner)
             Mailbox.moved += 1
         return ()
 
 
 class MailboxSpec(TransportSpec):
-    """Every byte over one link, one message a byte."""
+    """A price of three bytes on a link, and one message, for each byte of a unit."""
 
     runtime = f"{__name__}:Mailbox"
 
@@ -100,7 +100,8 @@ def test_config_tools_and_auto_know_it(capsys: pytest.CaptureFixture[str]) -> No
 def test_unregistered_it_is_unknown_everywhere() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"parallelism\.transport is 'rin'; choose 'auto', 'grouped', 'ring', 'star'; did you mean ring",
+        match=r"parallelism\.transport is 'rin'; choose 'auto', 'grouped', 'ring', 'star'; "
+        "did you mean ring",
     ):
         load_config(["--config", "debug", "--parallelism.transport", "rin"])
     with pytest.raises(ValueError, match="'mailbox' is none of auto, grouped, ring, star"):

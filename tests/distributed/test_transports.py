@@ -1,4 +1,4 @@
-"""Each transport against the plain definition of its two directions, with even, uneven and absent owners."""
+"""Each transport delivers and sums as its definition says, for even, uneven and absent owners."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from matrixtitan.fsdp import transports
 from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.streams import Work
 from matrixtitan.fsdp.transports import OwnedTensor, runtime_class
-from matrixtitan.plan.transports import TRANSPORTS
+from matrixtitan.plan.transport_registry import TRANSPORTS
 from tests.lib.distributed import run_distributed
 
-BIG = 3 * CHUNK_BYTES // 4 + 5  # elements of float32: several chunks and a rest
-SIZES: dict[
-    str, list[tuple[int, int]]
-] = {  # (owner, numel); an owner beyond the world is taken modulo its size
+BIG = 3 * CHUNK_BYTES // 4 + 5
+"""Elements of float32: several chunks and a rest."""
+SIZES: dict[str, list[tuple[int, int]]] = {
     "even": [(0, 64), (1, 64), (2, 64), (3, 64)],
     "one owner": [(1, 1000)],
     "uneven, an owner twice": [(2, 7), (0, 300), (2, 1), (1, 129)],
@@ -31,15 +30,18 @@ SIZES: dict[
 }
 
 
-def content(piece: int, numel: int, rank: int) -> torch.Tensor:
+def content(index: int, numel: int, rank: int) -> torch.Tensor:
     """Small integers: their sums are exact, also in bfloat16."""
-    return ((torch.arange(numel) * (piece + 3) + 5 * rank) % 7).float()
+    return ((torch.arange(numel) * (index + 3) + 5 * rank) % 7).float()
 
 
 def move(
     name: str, layouts: list[list[tuple[int, int]]], dtype: torch.dtype, device: str = "cpu"
 ) -> None:
-    """Gather and reduce each layout, all in flight at once: operations of one transport must not mix."""
+    """Gather and reduce each layout, all in flight at once: operations of a transport must not mix.
+
+    A layout lists (owner, numel); an owner beyond the world is taken modulo its size.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device == "cuda" else "gloo"
     weights_way, gradients_way = (
@@ -51,23 +53,24 @@ def move(
         for index, (owner, numel) in enumerate(sizes):
             owner %= world
             full = content(index, numel, owner).to(device, dtype)
-            piece = OwnedTensor(owner, full.clone() if rank == owner else torch.zeros_like(full))
-            weights.append((full, piece))
-            total = sum(content(index, numel, other) for other in range(world))
-            mine = content(index, numel, rank).to(device, dtype)
-            gradients.append((total.to(device, dtype), OwnedTensor(owner, mine)))  # type: ignore[union-attr]
-        works += weights_way.unshard([piece for _, piece in weights])
-        works += gradients_way.reduce([piece for _, piece in gradients])
+            mine = full.clone() if rank == owner else torch.zeros_like(full)
+            weights.append((full, OwnedTensor(owner, mine)))
+            every = [content(index, numel, other) for other in range(world)]
+            total = torch.stack(every).sum(0).to(device, dtype)
+            gradients.append((total, OwnedTensor(owner, every[rank].to(device, dtype))))
+        works += weights_way.unshard([owned for _, owned in weights])
+        works += gradients_way.reduce([owned for _, owned in gradients])
         gathered += weights
         reduced += gradients
-        time.sleep(0.002 * rank)  # ranks come at different times
+        # ranks come at different times
+        time.sleep(0.002 * rank)
     for work in works:
         work.wait()
-    for full, piece in gathered:
-        assert torch.equal(piece.tensor, full), (name, piece.owner)
-    for total, piece in reduced:
-        if piece.owner == rank:
-            assert torch.equal(piece.tensor, total), (name, piece.owner)
+    for full, owned in gathered:
+        assert torch.equal(owned.tensor, full), (name, owned.owner)
+    for total, owned in reduced:
+        if owned.owner == rank:
+            assert torch.equal(owned.tensor, total), (name, owned.owner)
     weights_way.close()
     gradients_way.close()
 
@@ -75,7 +78,7 @@ def move(
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", sorted(TRANSPORTS))
-def test_moves_every_piece(name: str, sizes: str, world_size: int) -> None:
+def test_moves_every_tensor(name: str, sizes: str, world_size: int) -> None:
     run_distributed(move, world_size, name, [SIZES[sizes]] * 3, torch.float32)
 
 
@@ -87,14 +90,15 @@ def test_operations_of_different_owners_follow_each_other(name: str, world_size:
 
 
 def move_across_machines(sizes: list[tuple[int, int]]) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
-    transports.ADD_BYTES = 64  # many more chunks than receives are posted ahead
+    # every rank on a machine of its own, and many more chunks than receives are posted ahead
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    transports.ADD_BYTES = 64
     move("star", [sizes] * 3, torch.float32)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("sizes", ["even", "one owner", "uneven, an owner twice"])
-def test_star_across_machines_moves_every_piece(sizes: str, world_size: int) -> None:
+def test_star_across_machines_moves_every_tensor(sizes: str, world_size: int) -> None:
     run_distributed(move_across_machines, world_size, SIZES[sizes])
 
 
@@ -104,8 +108,11 @@ def test_moves_bfloat16(name: str) -> None:
 
 
 def sends_in_flight() -> int:
-    """Most sends of one gather that this rank had issued and not yet seen done."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
+    """The most sends of one gather that this rank had issued and not yet seen done.
+
+    Every rank is on a machine of its own.
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     transport = runtime_class("star")(dist.new_group())
     alive = most = 0
     isend = dist.isend
@@ -126,12 +133,12 @@ def sends_in_flight() -> int:
         return Watched(isend(*args, **kwargs))
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = [OwnedTensor(owner, torch.full((1000,), float(rank))) for owner in range(world)]
+    tensors = [OwnedTensor(owner, torch.full((1000,), float(rank))) for owner in range(world)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counted)
-        for work in transport.unshard(pieces):
+        for work in transport.unshard(tensors):
             work.wait()
-    assert [piece.tensor[-1].item() for piece in pieces] == list(range(world))
+    assert [owned.tensor[-1].item() for owned in tensors] == list(range(world))
     transport.close()
     return most
 
@@ -141,7 +148,10 @@ def test_star_sends_in_turn_across_machines() -> None:
 
 
 def sent_ahead(direction: str) -> int:
-    """Chunks of two operations, one an owner, that this rank of three sends before rank 2 joins in."""
+    """Chunks that this rank of three sends before rank 2 joins in.
+
+    There are two operations, and each owner has one chunk in each.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = runtime_class("ring")(dist.new_group())
     flag, sent, isend = torch.zeros(1), 0, dist.isend
@@ -164,7 +174,8 @@ def sent_ahead(direction: str) -> int:
         patch.setattr(dist, "isend", counted)
         if rank == 1:
             works = begin(2)
-            dist.send(flag, 0)  # only now: so rank 1 has both operations when the first chunk comes
+            # only now, so that rank 1 has both operations when the first chunk comes
+            dist.send(flag, 0)
             deadline = time.monotonic() + 10
             while sent < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -191,9 +202,12 @@ def sent_ahead(direction: str) -> int:
 
 @pytest.mark.parametrize("direction", ["unshard", "reduce"])
 def test_ring_begins_the_next_operation_once_it_has_sent_all_of_the_last(direction: str) -> None:
-    """Each rank waits for what it must pass on, but not for what ends with it."""
+    """A rank waits for the chunks that it must forward, and not for those that end with it.
+
+    Rank 0 lacks rank 2's chunk, which it must forward. Rank 1 has forwarded rank 0's, and has sent
+    the first of the next operation.
+    """
     ahead = run_distributed(sent_ahead, 3, direction)
-    # rank 0 lacks rank 2's chunk, which it must pass on; rank 1 has passed on rank 0's, and sent its next
     assert ahead == [1, 3, 0]
 
 
@@ -233,7 +247,7 @@ def test_a_dead_rank_raises_where_its_data_is_awaited(name: str) -> None:
 
 @pytest.mark.parametrize("call", ["broadcast", "reduce"])
 def test_a_launch_on_nccl_is_asynchronous(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pieces at once, and the work of the launch, which NCCL's watchdog sees, to wait for; by stand-ins."""
+    """All tensors go in one launch, whose own work is waited for. By stand-ins for NCCL."""
     launch, issued = SimpleNamespace(works=["the launch"]), []
 
     @contextmanager
@@ -245,7 +259,7 @@ def test_a_launch_on_nccl_is_asynchronous(call: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", manager)
     monkeypatch.setattr(dist, call, lambda tensor, **keys: issued.append(keys))
     transport = object.__new__(runtime_class("grouped"))
-    transport.group, transport.on_nccl, transport._pair = None, True, None  # type: ignore[attr-defined]
+    vars(transport).update(group=None, on_nccl=True, _pair=None)
     move_all = transport.unshard if call == "broadcast" else transport.reduce
     assert move_all([OwnedTensor(0, torch.ones(3)), OwnedTensor(1, torch.ones(2))]) == [
         "the launch"

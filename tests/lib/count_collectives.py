@@ -1,4 +1,4 @@
-"""Assertions about the collectives that a piece of code issues; the counting is the product's own."""
+"""Assertions about the collectives that some code issues, by `strategies/collective_counter.py`."""
 
 from __future__ import annotations
 

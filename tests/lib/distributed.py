@@ -1,8 +1,8 @@
-"""Run a function on several ranks, each a process on this machine, and hand back what each returned.
+"""Run a function on several ranks, each a process on this machine, and return their results.
 
-Processes come from a fork server that has imported torch, Dynamo included, so a 4-rank test starts in a fraction of a
-second. A rank that raises, dies or outlives the timeout fails the test with that rank's traceback; no process outlives
-the call.
+Processes come from a fork server that has imported torch, Dynamo included, so a 4-rank test starts
+in a fraction of a second. A rank that raises, dies or outlives the timeout fails the test with that
+rank's traceback. No process outlives the call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any
 PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "torch._inductor.compile_fx",  # Dynamo with it, which optimizers and checkpointing import at first use: seconds
+    "torch._inductor.compile_fx",
     "matrixtitan.trainer",
 ]
-
+"""What the fork server imports. Dynamo comes with Inductor: optimizers and checkpointing import it
+at their first use, which takes seconds."""
 
 VISIBLE_GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 class RankFailure(AssertionError):
-    """At least one rank raised, died or timed out; the message holds every failed rank's traceback."""
+    """A rank raised, died or timed out; the message has the traceback of every rank that failed."""
 
 
 def _run_rank(
@@ -51,7 +52,7 @@ def _run_rank(
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     device = None
-    # the fork server has what the environment was when it started
+    # the fork server has the environment of its own start
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif visible_gpus is None:
@@ -76,9 +77,8 @@ def _run_rank(
         result = fn(*args)
         dist.barrier()
         dist.destroy_process_group()
-        connection.send_bytes(
-            pickle.dumps((True, result))
-        )  # not send(): torch would share memory with a dead process
+        # not send(): torch would share memory with a dead process
+        connection.send_bytes(pickle.dumps((True, result)))
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
@@ -96,12 +96,14 @@ def run_distributed(
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` gloo ranks; return the results in rank order.
 
-    With `on_gpu` they are NCCL ranks that share the first GPU.
+    `fn` must be a module-level function. Its arguments and result must pickle; tensors are sent by
+    value, so return them detached and on the CPU.
 
-    `fn` must be a module-level function and its arguments and result must pickle (return tensors detached, on the
-    CPU; they are sent by value). `timeout` is in seconds, for the whole call. With `expect_failure` a rank's
-    traceback (a string) stands in place of its result, and a test can look at every rank's message; otherwise any
-    failure raises RankFailure. Ranks that are `frozen`, which stop themselves for ever, are not waited for.
+    timeout: seconds, for the whole call.
+    expect_failure: the traceback (a string) of a rank that fails stands in place of its result.
+        Otherwise any failure raises RankFailure.
+    on_gpu: the ranks are NCCL ranks that share the first GPU.
+    frozen: ranks that stop themselves for ever, and are not waited for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -140,7 +142,8 @@ def run_distributed(
                         ok, value = False, f"the process died, exit code {processes[rank].exitcode}"
                     (results if ok else failures)[rank] = value
                 if failures and not expect_failure:
-                    break  # the others wait in a collective for a rank that is gone
+                    # the others wait in a collective for a rank that is gone
+                    break
             for rank in set(frozen).intersection(pending.values()):
                 failures.setdefault(rank, "frozen")
         finally:

@@ -8,8 +8,10 @@ from matrixtitan.plan.shard import ParamSpec, Role
 def llama_specs(
     dim: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int
 ) -> list[ParamSpec]:
-    """ParamSpecs of an untied Llama: one unit for the embedding, one a block, one for the norm with
-    the head."""
+    """ParamSpecs of an untied Llama.
+
+    The units are the embedding, each block, and the norm with the head.
+    """
     head_dim = dim // heads
 
     def spec(fqn: str, shape: tuple[int, ...], role: Role, unit: str) -> ParamSpec:

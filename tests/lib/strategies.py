@@ -17,9 +17,8 @@ from matrixtitan.rules import MuonRule
 from models.llama import Llama, LlamaFlavor
 
 SEQUENCES, SEQ_LEN, VOCAB = 24, 8, 50
-FLAVOR = LlamaFlavor(
-    dim=24, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=40
-)  # 40 / 3 rows: uneven
+# 40 rows are uneven on 3 ranks
+FLAVOR = LlamaFlavor(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, ffn_hidden_dim=40)
 
 SECTIONS = {
     "training": {
@@ -48,7 +47,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def make_config(strategy: str, **muon: Any) -> Config:
-    """The config of one of STRATEGIES; keywords replace options of Muon."""
+    """The config of one of STRATEGIES; `muon` are options of Muon."""
     config = config_from_dict(SECTIONS, __name__)
     choice = dict(STRATEGIES[strategy])
     exchange = choice.pop("matrix_exchange", "all_to_all")
@@ -62,7 +61,7 @@ def make_config(strategy: str, **muon: Any) -> Config:
 
 
 class Run:
-    """One strategy's model and optimizers on this rank; `replicate` is the degree of HSDP's outer axis."""
+    """One strategy's model and optimizers on this rank; `replicate`: the number of replicas."""
 
     def __init__(
         self, config: Config, tied: bool = False, replicate: int = 1, device: str = "cpu"

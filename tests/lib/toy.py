@@ -1,4 +1,4 @@
-"""Small models and the loop that compares a sharded copy with a plain one."""
+"""A small model, its units and its batches, for tests of the runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, `depth` blocks, norm and head: (B, T) int64 -> logits (B, T, V), or a summed loss with labels."""
+    """Embedding, `depth` blocks, norm and head.
+
+    Tokens (B, T) int64 give logits (B, T, V), or, with labels (B, T), the summed loss.
+    """
 
     def __init__(self, vocab: int = 24, dim: int = 8, depth: int = 3, tied: bool = False) -> None:
         super().__init__()

@@ -11,9 +11,9 @@ import torch
 from matrixtitan import parallelize
 from matrixtitan.assemble import Assembled, assemble
 from matrixtitan.config import Config, OptimizerConfig, config_from_dict
+from matrixtitan.fsdp import InitRows
 from matrixtitan.mesh import World, init_world
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.strategies.base import InitRows
 from matrixtitan.strategies.ddp import DDP
 from matrixtitan.strategies.dry_run import DryRun
 

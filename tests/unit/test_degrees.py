@@ -1,4 +1,4 @@
-"""Shard and replica degrees: what is recommended, and what the trainer warns of."""
+"""Shard and replica degrees: the recommendation, and the trainer's warning."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def test_degrees_fill_hosts_or_divide_one() -> None:
 
 
 def test_equal_matrices_by_hand() -> None:
-    """16 ranks: 8 x 2 has the same fullest rank as 16 x 1, and no rank idle."""
+    """16 ranks: 8 x 2 has the same fullest rank as 16 x 1, and no idle rank."""
     found = _recommended(EIGHT, 16, ranks_per_host=1)
-    matrix = 64 * 64 * 4 * 3  # weight, gradient and momentum
+    # weight, gradient and momentum
+    matrix = 64 * 64 * 4 * 3
     assert [c.balance[:3] + c.balance[4:] for c in found.candidates] == [
         (16, 1, matrix, 8),
         (8, 2, matrix, 0),
@@ -71,7 +72,8 @@ def test_equal_matrices_by_hand() -> None:
 
 
 def test_a_step_that_is_faster_with_more_memory_is_a_second_recommendation() -> None:
-    """Hosts of 8: a group inside a host gathers for nothing, and a slow optimizer needs more ranks."""
+    """Hosts of 8 ranks: a group inside a host gathers in no time, but a slow optimizer needs more
+    ranks."""
     specs = llama_specs(**LLAMA_8B)
     fast = _recommended(specs, 64, flops_rate=1e18)
     assert fast.least_memory.balance.shards == 64
@@ -102,7 +104,7 @@ def test_figures_within_two_percent_are_equal(
 
 
 def test_what_does_not_fit_is_not_recommended() -> None:
-    """8B takes 8 x 8 for speed above; its fullest rank then needs over 17 GB."""
+    """The test above chooses 8 x 8 for speed; its fullest rank needs over 17 GB."""
     specs = llama_specs(**LLAMA_8B)
     found = _recommended(specs, 64, flops_rate=1e18, memory_bytes=15e9)
     assert {c.balance.shards: c.fits for c in found.candidates} == {
@@ -119,7 +121,7 @@ def test_what_does_not_fit_is_not_recommended() -> None:
 
 
 def test_an_egress_cap_that_a_degree_cannot_meet_is_told() -> None:
-    """Three matrices of one unit on two ranks: one rank has two of them, 4/3 of an even share."""
+    """Three matrices of one unit on two ranks: one rank has two, which is 4/3 of an even share."""
     specs = [ParamSpec(f"m{i}", (64, 64), "matrix", "u", 64) for i in range(3)]
     found = _recommended(specs, 4, PlanSettings(egress_cap=1.0), ranks_per_host=1)
     assert [candidate.balance.shards for candidate in found.candidates] == [4, 1]

@@ -29,10 +29,9 @@ def _matrix(fqn: str, rows: int, cols: int, unit: str = "u", block: int | None =
 @pytest.mark.parametrize("world_size", [8, 16, 32, 64, 128])
 def test_llama_8b_is_balanced(world_size: int) -> None:
     resident, flops = _balance(make_plan(llama_specs(**LLAMA_8B), world_size))
-    assert resident <= 1.001  # the target is 1.02
-    assert (
-        flops <= 1.06
-    )  # the target is 1.08; two of 96 feed-forward matrices on a rank of 64 make 1.057
+    # the targets are 1.02 and 1.08; two of 96 feed-forward matrices on a rank of 64 make 1.057
+    assert resident <= 1.001
+    assert flops <= 1.06
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap", "adamw"])
@@ -49,15 +48,13 @@ def test_405b_on_4096_ranks_is_planned_in_seconds() -> None:
     plan = make_plan(llama_specs(**LLAMA_405B), 4096)
     assert time.perf_counter() - start < 10
     held = rank_bytes(plan, SETTINGS)
+    # one matrix cannot be cut, so no plan has less
     largest = 16384 * 53248 * 12
-    assert (
-        max(part.total for part in held) == largest
-    )  # one matrix cannot be cut: nothing lower exists
+    assert max(part.total for part in held) == largest
     owned = Counter(shard.owner for shard in plan.shards if shard.role == "matrix")
     assert set(owned.values()) == {1}
-    assert (
-        sum(1 for part in held if part.total == 0) == 0
-    )  # every rank without a matrix has tail rows
+    # every rank without a matrix has tail rows
+    assert all(part.total for part in held)
 
 
 def test_matrices_stay_whole_and_equal_shapes_together() -> None:
@@ -74,8 +71,7 @@ def test_matrices_stay_whole_and_equal_shapes_together() -> None:
 
 
 def test_units_are_spread_over_ranks() -> None:
-    """On 4 ranks each block puts a feed-forward matrix on three and attention on the fourth: the
-    best there is."""
+    """On 4 ranks the best is a feed-forward matrix on three and attention on the fourth."""
     shares = unit_shares(make_plan(llama_specs(**LLAMA_8B), 4), 1)
     blocks = [share for unit, share in shares.items() if unit.startswith("layers")]
     best_minimum = 2 * 4096 * 4096 + 2 * 1024 * 4096
@@ -85,7 +81,8 @@ def test_units_are_spread_over_ranks() -> None:
 
 
 def test_what_a_rank_lacks_of_two_neighbouring_units_is_levelled() -> None:
-    """Seven matrices on eight ranks leave one without any; of fourteen every rank can have its share."""
+    """Seven matrices on eight ranks leave one rank without any. Of fourteen, in two neighbouring
+    units, each rank can have its share."""
     specs = [
         _matrix(f"{unit}.{name}", rows, 96, f"b{unit}")
         for unit in range(6)
@@ -119,18 +116,19 @@ def test_large_tails_are_cut_by_rows() -> None:
     for fqn in ("tok_embeddings.weight", "head.output.weight"):
         rows = [segment.rows for segment in plan.by_fqn[fqn].segments]
         assert len(rows) == 8
-        assert max(rows) - min(rows) <= 10  # matrices are even at 8 ranks, so the tables are
+        # matrices are even at 8 ranks, so the tables are too
+        assert max(rows) - min(rows) <= 10
 
 
 def test_two_tables_fill_every_gap_together() -> None:
-    """What the first leaves of a gap may be a sliver; the second must fill it all the same."""
+    """What the first table leaves of a gap may be a sliver, and the second must still fill it."""
     stored = PlanSettings(param_bytes=2, grad_bytes=2, state_bytes=2)
     resident, _ = _balance(make_plan(llama_specs(**LLAMA_405B), 128, stored), stored)
     assert resident <= 1.002
 
 
 def test_one_deep_gap_does_not_take_all_slivers() -> None:
-    """99 ranks lack 0.4% each and one lacks more: filling the one alone would overfill it."""
+    """99 ranks lack 0.4% each and one lacks more: pouring onto that one alone would overfill it."""
     specs = [_matrix(f"m{i:02}", 996, 100) for i in range(99)] + [_matrix("small", 600, 100)]
     table = (4 * 99 + 400) * 12 // 16
     specs.append(ParamSpec("table", (table, 100), "tail", "u", 1))
@@ -204,7 +202,7 @@ def test_egress_cap_is_kept_or_refused() -> None:
         )
         if unit.startswith("layers"):
             assert max(share) <= max(1.1 * sum(share) / 4, largest) + 3 * 4096
-    # one unit of three equal matrices on two ranks: two must lie together
+    # one unit of three equal matrices on two ranks: one rank must hold two
     three = [_matrix(f"m{i}", 8, 8) for i in range(3)]
     with pytest.raises(ValueError, match=r"egress_cap 1\.2 cannot be met: rank 0 .* unit 'u'"):
         make_plan(three, 2, PlanSettings(egress_cap=1.2))

@@ -17,14 +17,14 @@ from matrixtitan.plan.cost import (
 )
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
-from matrixtitan.plan.transports import (
+from matrixtitan.plan.transport_registry import (
     Direction,
     choose_transport,
     transport_bytes,
     transport_messages,
     transport_seconds,
 )
-from matrixtitan.predict.strategies import STRATEGIES, UnitSize, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import STRATEGY_VARIANTS, UnitSize, strategy_bytes, unit_sizes
 from matrixtitan.rules import RULES, ShampooRule, SOAPRule
 from tests.lib.shapes import LLAMA_8B, llama_specs
 
@@ -136,7 +136,7 @@ def test_ranks_add_up_segments() -> None:
 
 
 def test_star_grows_with_ranks_and_the_others_do_not() -> None:
-    """The published fan-out problem: 2 to 17 times an all-gather for a block of Llama-3 8B."""
+    """Star has the published fan-out problem: a Llama-3 8B block takes 2 to 17 all-gathers."""
     for world_size, factor in ((8, 2.15), (16, 4.3), (32, 8.6), (64, 17.2)):
         shares = unit_shares(make_plan(llama_specs(**LLAMA_8B), world_size), 2)["layers.5"]
         even = transport_seconds("all_gather", shares, 1e9)
@@ -147,8 +147,7 @@ def test_star_grows_with_ranks_and_the_others_do_not() -> None:
 
 
 def test_transport_times_of_the_measured_links() -> None:
-    """8 emulated hosts at 100 Mbit/s, 8 MB: within the 20% that a formula is worth (times measured
-    on gloo)."""
+    """Predictions are within 20% of times measured on gloo, 8 emulated hosts at 100 Mbit/s, 8 MB."""
     even, uneven = [MIB] * 8, [int(8 * MIB * share / 10) for share in (5, 3, 1, 1, 0, 0, 0, 0)]
     measured = {  # unshard and reduction, of the even and of the uneven unit
         "ring": ((0.666, 0.659), (0.705, 0.703)),
@@ -175,7 +174,8 @@ def test_grouped_on_gloo() -> None:
     shares, gloo = [8, 0, 4, 4], {"backend": "gloo"}
     assert transport_bytes("grouped", shares, **gloo) == (20, 20)  # rank 0: twice 8, once 4
     assert transport_bytes("grouped", shares, 2, **gloo) == (20, 20)
-    reduction = {"backend": "gloo", "direction": "reduce"}  # c S around the ring, c s to the owner
+    # c S around the ring, c s to the owner
+    reduction = {"backend": "gloo", "direction": "reduce"}
     assert transport_bytes("grouped", shares, **reduction) == (18, 18)
     assert transport_bytes("grouped", shares, 2, **reduction) == (18, 16)
     # two at a time: owners 0 and 2, then 3
@@ -221,11 +221,11 @@ def test_transport_is_chosen_by_formula_and_backend() -> None:
 
 
 def test_strategy_bytes_follow_the_formulas() -> None:
-    """Two units, the second kept between forward and backward; 1000 matrix elements, 4 ranks, c =
-    3/4."""
+    """Two units, the second kept between forward and backward; 4 ranks, so c = 3/4."""
     units = [UnitSize(800, 700, 600, 2), UnitSize(400, 400, 400, 1)]
     sent = {
-        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4) for name in STRATEGIES
+        name: strategy_bytes(name, units, 4, param_bytes=2, grad_bytes=4)
+        for name in STRATEGY_VARIANTS
     }
     sharded = 0.75 * ((2 * 800 + 400) * 2 + 1100 * 4)
     assert sent["matrix_fsdp"] == (sharded, 0)
@@ -255,5 +255,6 @@ def test_a_last_host_may_have_fewer_ranks(transport: str, direction: Direction) 
     within = transport_bytes(transport, shares, 8, direction=direction)
     assert within.link == 0
     across = transport_bytes(transport, shares, 2, direction=direction)
-    if transport != "star":  # what the last host's only rank holds does not enter it, or leave it
+    if transport != "star":
+        # the last host's link does not carry what its only rank holds
         assert across.link == 8

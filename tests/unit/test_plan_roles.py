@@ -1,4 +1,4 @@
-"""Roles and block rows from names and shapes; patterns that match nothing say what is near."""
+"""Roles and block rows from names and shapes; errors of patterns name the nearest parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state bytes that a plan reckons with are those that the optimizers allocate."""
+"""The state bytes that a plan assumes are those that the optimizers allocate."""
 
 from __future__ import annotations
 

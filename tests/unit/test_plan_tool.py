@@ -63,7 +63,7 @@ def test_llama_8b_on_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_processes_with_other_hash_seeds_make_the_same_plan() -> None:
-    """Each rank plans for itself, so nothing may follow from the order of a set."""
+    """Each rank plans for itself, so a plan must not depend on the order of a set."""
     command = [sys.executable, "tools/plan.py", "--config", "debug", "--world-size", "5", "--json"]
     digests = {
         json.loads(
@@ -83,14 +83,14 @@ def test_processes_with_other_hash_seeds_make_the_same_plan() -> None:
 def test_memory_of_32b_on_64_ranks_in_bfloat16(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The published picture: ours near 10 GB a rank, zero1_owner past 80 GB."""
+    """As published: matrix_fsdp needs about 10 GB a rank, and zero1_owner over 80 GB."""
     overrides = ("--model.flavor", "32B", "--training.dtype", "bfloat16")
     memory = _report(capsys, "--config", config, "--world-size", "64", *overrides)["memory"]
     assert memory["matrix_fsdp"]["peak_bytes"] == pytest.approx(9.3e9, rel=0.01)
     assert memory["matrix_fsdp"]["fits"]
     assert memory["zero1_owner"]["peak_bytes"] > 80e9
     assert not memory["zero1_owner"]["fits"] and not memory["ddp"]["fits"]
-    # FSDP2 has a unit's all-gather buffer more (1.31 GB)
+    # FSDP2 has one unit's all-gather buffer in addition (1.31 GB)
     assert memory["fsdp2_all_to_all"]["peak_bytes"] == pytest.approx(10.6e9, rel=0.01)
     for strategy in memory.values():
         resident = [term for term in strategy["terms"] if term["phase"] == "resident"]

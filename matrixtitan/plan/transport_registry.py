@@ -1,11 +1,13 @@
-"""The registry of transports: what each carries and how long it takes, by formula; which one `auto`
-takes; and which class moves the bytes.
+"""The registry of transports: the name, price and runtime class of each, and what "auto" chooses.
 
-A transport brings a unit's segments from their owners to all ranks (unshard) and sums gradients onto
-their owners (reduce). One entry of TRANSPORTS is all that a transport needs: the config accepts its
-name, the tools price it, and the runtime imports its class. Prices follow from shapes, backend and
-the machine's rates, so that a run can be repeated; nothing is measured and torch is not imported.
-The classes that communicate are in `fsdp/transports.py` and `fsdp/ring.py`.
+A transport brings a unit's segments from their owners to all ranks (unshard), and sums gradients
+onto their owners (reduce). To add a transport, give TRANSPORTS one entry: the config then accepts
+its name, the tools price it, and the runtime imports its class. Prices follow from shapes, backend
+and the machine's rates. None is measured, so a run can be repeated. This module imports no torch
+and sends nothing. Next: `fsdp/transports.py` and `fsdp/ring.py`, the classes that communicate.
+
+Symbols below: S is a unit's bytes, s a rank's share of them, N the number of ranks,
+c = (N - 1) / N.
 """
 
 from __future__ import annotations
@@ -18,26 +20,29 @@ from typing import ClassVar, Literal, NamedTuple
 Direction = Literal["unshard", "reduce"]
 
 GLOO_WORKERS = 2
-"""Threads of PyTorch's gloo process group: so many of its collectives run at a time."""
+"""Threads of PyTorch's gloo process group: so many of its collectives run at once."""
 
 REDUCTIONS_IN_FLIGHT = {"nccl": 1, "gloo": 2}
-"""Units whose full gradients may be in reduction while backward computes those of one more, on GPUs and on CPUs.
+"""By backend, how many units' full gradients may be in reduction while backward makes the next.
 
-On GPUs one, as in FSDP2. On CPUs gloo's threads may share the cores with backward and are late then: with one, backward
-waits for them where it could go on.
+On GPUs 1, as in FSDP2. On CPUs gloo's threads may share the cores with backward, and are late then.
+With 1, backward would wait for them where it could go on.
 """
 
 
 class BusiestBytes(NamedTuple):
-    """Most bytes that one rank, and that one host's link, carries in its busier direction."""
+    """Bytes of the busiest rank and of the busiest host's link, each in its busier direction."""
 
     rank: int
     link: int
 
 
-class Links(NamedTuple):
-    """Each host has one link to the network, each rank one to its neighbours in the host, by default
-    taken as free. Rates are bytes per second one way; `message_seconds` is a message's latency."""
+class LinkRates(NamedTuple):
+    """What links carry: each host has one to the network, each rank one inside its host.
+
+    Rates are in bytes per second one way. By default the rank's own link takes no time.
+    `message_seconds` is the latency of a message.
+    """
 
     network_rate: float
     local_rate: float = inf
@@ -46,10 +51,12 @@ class Links(NamedTuple):
 
 
 class TransportSpec(ABC):
-    """A transport as plans, tools and configs see it. Shares have one entry a rank, two at least.
+    """A transport as plans, tools and configs see it; the class that sends is `Transport`.
 
-    `backends`: where it runs; None: everywhere. `runtime`: "module:Class" of the
+    `backends`: those that it runs on; None: all. `runtime`: "module:Class" of the subclass of
     `fsdp.transports.Transport` that moves the bytes, imported when a model is sharded.
+
+    In all methods `shares[r]` are rank r's bytes of a unit; there are two ranks at least.
     """
 
     backends: ClassVar[tuple[str, ...] | None] = None
@@ -59,23 +66,23 @@ class TransportSpec(ABC):
         return self.backends is None or backend in self.backends
 
     def is_auto(self, backend: str, across_hosts: bool) -> bool:
-        """Whether `auto` takes it there; of several the first in TRANSPORTS."""
+        """Whether "auto" chooses it there; of several, it chooses the first in TRANSPORTS."""
         return False
 
     @abstractmethod
     def carried(
         self, shares: Sequence[int], ranks_per_host: int, direction: Direction, backend: str
     ) -> BusiestBytes:
-        """Bytes of one unshard, or one reduction, of a unit whose rank r holds `shares[r]`."""
+        """Bytes of one unshard, or of one reduction."""
 
     @abstractmethod
     def messages(self, shares: Sequence[int], direction: Direction, backend: str) -> int:
-        """Messages of one unshard, or one reduction, that must follow each other."""
+        """Messages of one unshard, or of one reduction, that must follow each other."""
 
     def seconds(
-        self, shares: Sequence[int], direction: Direction, backend: str, links: Links
+        self, shares: Sequence[int], direction: Direction, backend: str, links: LinkRates
     ) -> float:
-        """Bytes over the slower link, and the latency of each message."""
+        """Seconds: the bytes over the slower link, and the latency of each message."""
         moving = _seconds_moving(
             self.carried(shares, links.ranks_per_host, direction, backend), links
         )
@@ -85,7 +92,7 @@ class TransportSpec(ABC):
 class RingSpec(TransportSpec):
     """A pipelined ring of sends and receives: a link carries each byte once, whatever the balance.
 
-    gloo alone: receives posted ahead of their sends would deadlock NCCL.
+    On gloo only: `fsdp/ring.py` says why.
     """
 
     backends = ("gloo",)
@@ -104,10 +111,10 @@ class RingSpec(TransportSpec):
 
 
 class StarSpec(TransportSpec):
-    """An owner exchanges its share with each peer.
+    """Each owner sends its share to each peer, and receives gradients from each peer.
 
-    Inside a machine every pattern moves the same bytes through memory, and this one has the fewest
-    steps.
+    "auto" chooses it inside a machine on gloo. There every transport moves the same bytes through
+    memory, and this one takes the fewest steps.
     """
 
     runtime = "matrixtitan.fsdp.transports:Star"
@@ -130,13 +137,14 @@ class StarSpec(TransportSpec):
 
 
 class GroupedSpec(TransportSpec):
-    """One broadcast, or one reduce, an owner, all at once. NCCL makes each a pipelined ring.
+    """One broadcast, or one reduce, per owner, all at once. NCCL makes each a pipelined ring.
 
-    [Note: what gloo does]
-    A broadcast is a binomial tree: counted from the owner, rank v gets the whole share from v less
-    its highest bit, and sends it to each v + 2^i above that bit at once. A reduction is a ring
-    reduce-scatter, in which every rank sends c s, and then a gather of the N parts by the owner. Two
-    ranks send to each other as in a star, see `fsdp/transports.py`.
+    [Note: gloo's broadcasts and reductions]
+    A broadcast is a binomial tree. Counted from the owner, rank v receives the whole share from the
+    rank v without its highest bit. It then sends the share to every v + 2^i above that bit at once.
+    A reduction is a ring reduce-scatter, in which every rank sends c s bytes. Then the owner
+    gathers the N reduced parts. Two ranks use a star instead: `Grouped` in `fsdp/transports.py`
+    says why.
     """
 
     runtime = "matrixtitan.fsdp.transports:Grouped"
@@ -162,19 +170,20 @@ class GroupedSpec(TransportSpec):
             return owners
         if world_size == 2:
             return self._pair.messages(shares, direction, backend)
-        # down the tree, or around the ring, where two segments travel at a time
+        # down the tree, or around the ring, where two parts travel at a time
         each = (world_size - 1).bit_length() if direction == "unshard" else world_size
         return ceil(owners / GLOO_WORKERS) * each
 
     def seconds(
-        self, shares: Sequence[int], direction: Direction, backend: str, links: Links
+        self, shares: Sequence[int], direction: Direction, backend: str, links: LinkRates
     ) -> float:
-        """gloo runs `GLOO_WORKERS` of the collectives at a time, in the order issued, and these start
-        and end nearly together: their times add up, group by group.
+        """As `TransportSpec.seconds`; on gloo, a sum over groups of collectives that run at once.
 
-        Around the ring of its reductions two segments travel at a time, and so do those of reductions
-        beside each other: messages wait while bytes travel, and the longer counts. The owner gathers
-        last, and nothing overlaps with that gather.
+        gloo runs GLOO_WORKERS collectives at once, in the order in which they were issued. They
+        start and end nearly together, so the times of these groups add up. Around the ring of a
+        reduction two parts travel at a time, beside those of the other reduction in its group: a
+        message's latency passes while other bytes travel, and the longer of the two counts. The
+        owner gathers the reduced parts last, and nothing overlaps with that gather.
         """
         world_size = len(shares)
         if backend != "gloo" or world_size == 2:
@@ -194,7 +203,7 @@ class GroupedSpec(TransportSpec):
 
 
 class AllGatherSpec(TransportSpec):
-    """What FSDP2 does: even shares, c S. A measure for the others and no transport of ours."""
+    """FSDP2's all-gather of even shares, c S bytes: to compare with, no transport of ours."""
 
     backends = ()
     runtime = ""
@@ -215,9 +224,10 @@ TRANSPORTS: dict[str, TransportSpec] = {
     "ring": RingSpec(),
     "star": StarSpec(),
 }
-"""What `parallelism.transport` and `fully_shard(transport=...)` may name, beside "auto"."""
+"""What `parallelism.transport` and `fully_shard(transport=...)` may name, besides "auto"."""
 
 ALL_GATHER = "all_gather"
+"""A name that has a price, and is no transport: see AllGatherSpec."""
 _ALL_GATHER = AllGatherSpec()
 
 
@@ -229,7 +239,10 @@ def transport_spec(name: str) -> TransportSpec:
 
 
 def choose_transport(world_size: int, backend: str, ranks_per_host: int | None = None) -> str:
-    """The transport of `transport = "auto"`: from the backend and where ranks are, so that a run can be repeated."""
+    """What `transport = "auto"` chooses, from the backend and from where the ranks are alone.
+
+    Nothing is measured, so that a run can be repeated. `ranks_per_host` None: all on one host.
+    """
     across_hosts = ranks_per_host is not None and world_size > ranks_per_host
     for name, spec in TRANSPORTS.items():
         if spec.runs_on(backend) and spec.is_auto(backend, across_hosts):
@@ -250,8 +263,10 @@ def transport_bytes(
     direction: Direction = "unshard",
     backend: str = "nccl",
 ) -> BusiestBytes:
-    """Bytes of one unshard, or one reduction, of a unit whose rank r holds `shares[r]`; `name` may
-    also be ALL_GATHER."""
+    """Bytes of one unshard, or of one reduction, of a unit whose rank r holds `shares[r]` bytes.
+
+    `name` is a key of TRANSPORTS or ALL_GATHER.
+    """
     if len(shares) == 1:
         return BusiestBytes(0, 0)
     return _priced(name).carried(shares, ranks_per_host, direction, backend)
@@ -260,7 +275,7 @@ def transport_bytes(
 def transport_messages(
     name: str, shares: Sequence[int], *, direction: Direction = "unshard", backend: str = "nccl"
 ) -> int:
-    """Messages of one unshard or one reduction that must follow each other."""
+    """Messages of one unshard, or of one reduction, that must follow each other."""
     return _priced(name).messages(shares, direction, backend) if len(shares) > 1 else 0
 
 
@@ -275,10 +290,12 @@ def transport_seconds(
     local_bytes_per_second: float = inf,
     message_seconds: float = 0.0,
 ) -> float:
-    """Predicted time of one unshard or one reduction."""
+    """Predicted seconds of one unshard, or of one reduction, with nothing beside it."""
     if len(shares) == 1:
         return 0.0
-    links = Links(link_bytes_per_second, local_bytes_per_second, message_seconds, ranks_per_host)
+    links = LinkRates(
+        link_bytes_per_second, local_bytes_per_second, message_seconds, ranks_per_host
+    )
     return _priced(name).seconds(shares, direction, backend, links)
 
 
@@ -286,8 +303,8 @@ def _priced(name: str) -> TransportSpec:
     return _ALL_GATHER if name == ALL_GATHER else transport_spec(name)
 
 
-def _seconds_moving(carried: BusiestBytes, links: Links) -> float:
-    """The slower of the network's link and the rank's own counts."""
+def _seconds_moving(carried: BusiestBytes, links: LinkRates) -> float:
+    """Seconds on the slower of the network's link and the rank's own."""
     return max(carried.link / links.network_rate, carried.rank / links.local_rate)
 
 
@@ -301,11 +318,12 @@ def _hosts(shares: Sequence[int], ranks_per_host: int) -> list[Sequence[int]]:
 def _around_a_ring(
     shares: Sequence[int], ranks_per_host: int, direction: Direction
 ) -> BusiestBytes:
-    """Rank r passes on all but what rank r + 1 holds (a reduction: but what it holds itself), and one
-    rank of a host faces the network.
+    """Bytes of an unshard or a reduction that passes each share around the ring of ranks.
 
-    So the link into a host does not carry its first rank's share, nor the one out of it, in a
-    reduction, its last rank's.
+    In an unshard rank r sends all shares but that of rank r + 1; in a reduction, all but its own.
+    One link of the ring enters a host, at its first rank, and one leaves it, at its last. So the
+    link into a host does not carry its first rank's share in an unshard, and the link out of a host
+    does not carry its last rank's in a reduction.
     """
     total, edge = sum(shares), 0 if direction == "unshard" else -1
     spared = min(held[edge] for held in _hosts(shares, ranks_per_host))
@@ -314,7 +332,10 @@ def _around_a_ring(
 
 
 def _gloo_tree(shares: Sequence[int], ranks_per_host: int) -> int:
-    """Bytes through the busiest host's link when every share is broadcast; see [Note: what gloo does]."""
+    """Bytes through the busiest host's link when every share is broadcast.
+
+    See [Note: gloo's broadcasts and reductions].
+    """
     world_size = len(shares)
     sent, received = ([0] * ceil(world_size / ranks_per_host) for _ in range(2))
     for owner, share in enumerate(shares):
@@ -330,7 +351,10 @@ def _gloo_tree(shares: Sequence[int], ranks_per_host: int) -> int:
 
 
 def _gloo_ring_and_gather(shares: Sequence[int], ranks_per_host: int) -> int:
-    """Bytes into the busiest host's link when every share is reduced; see [Note: what gloo does]."""
+    """Bytes into the busiest host's link when every share is reduced.
+
+    See [Note: gloo's broadcasts and reductions].
+    """
     world_size = len(shares)
     gathered = max(sum(held) * (world_size - len(held)) for held in _hosts(shares, ranks_per_host))
     return ((world_size - 1) * sum(shares) + gathered) // world_size
