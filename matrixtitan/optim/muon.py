@@ -6,7 +6,7 @@ data-parallel strategies reuse on matrices that they gathered. It never communic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import sqrt
 from typing import Any, Literal, get_args
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices, check_range
-from matrixtitan.optim.newton_schulz import (
+from matrixtitan.optim.newton_schulz import batch_indices, orthogonalize
+from matrixtitan.optim.newton_schulz_settings import (
+    Coefficients,
     Dtype,
     Form,
     NewtonSchulz,
     make_newton_schulz,
-    orthogonalize,
-    together,
 )
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
@@ -35,7 +35,7 @@ class Muon(MatrixOptimizer):
     `scale`: "original" sqrt(max(1, R/C)), "match_rms_adamw" 0.2 sqrt(max(R, C)) (https://arxiv.org/abs/2502.16982),
     "spectral" sqrt(R/C) (https://arxiv.org/abs/2310.17813); R and C are those of the matrix that is orthogonalised:
     a slice of a stack, or a block where the group has `block_rows`. For `ns_coefficients`, `ns_dtype`, `ns_form`
-    and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that cannot be.
+    and `batch` see `newton_schulz_settings.NewtonSchulz`. ValueError for an option that cannot be.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Muon(MatrixOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
+        ns_coefficients: Coefficients = "quintic",
         scale: Scale = "original",
         ns_dtype: Dtype = "auto",
         ns_form: Form = "auto",
@@ -81,7 +81,7 @@ class Muon(MatrixOptimizer):
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)
         shapes = [as_matrices(param, group["block_rows"]).shape for param in params]
-        for indices in together(shapes, params[0].device):
+        for indices in batch_indices(shapes, params[0].device):
             batch = [params[i] for i in indices]
             updates = []
             for param in batch:

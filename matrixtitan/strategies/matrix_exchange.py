@@ -27,7 +27,8 @@ from matrixtitan.optim.muon import (
     momentum_update,
     newton_schulz_of,
 )
-from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
+from matrixtitan.optim.newton_schulz import batch_indices, orthogonalize
+from matrixtitan.optim.newton_schulz_settings import NewtonSchulz
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.strategies.fsdp2_transports import TransportAllGather
 
@@ -164,7 +165,7 @@ class GatherOnce(MuonExchange):
             return
         gathered = self._gather(updates)  # (N, padded elements of a rank)
         shapes = [update.matrices_shape for update in updates]
-        for batch in together(shapes, updates[0].device):
+        for batch in batch_indices(shapes, updates[0].device):
             wholes = [
                 as_matrices(self._whole(gathered, updates, index), updates[index].block_rows)
                 for index in batch

@@ -10,7 +10,8 @@ from torch import nn
 
 from matrixtitan.optim import SOAP, Muon, Shampoo
 from matrixtitan.optim.grad_norm import clip_grad_norm_
-from matrixtitan.optim.newton_schulz import make_newton_schulz, orthogonalize_one
+from matrixtitan.optim.newton_schulz import orthogonalize_one
+from matrixtitan.optim.newton_schulz_settings import make_newton_schulz
 from tests.lib.references import assert_orthogonal
 
 pytestmark = [

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from matrixtitan.optim import SOAP, Muon, Shampoo, newton_schulz
 from matrixtitan.optim.grad_norm import clip_grad_norm_
-from matrixtitan.optim.newton_schulz import FormChoice, _iterate, make_newton_schulz, normalize
+from matrixtitan.optim.cpu.onednn import OneDnn
+from matrixtitan.optim.cpu.strips import Strips
+from matrixtitan.optim.newton_schulz import iterate, normalize
+from matrixtitan.optim.newton_schulz_settings import make_newton_schulz
+from matrixtitan.optim.products import WHOLE, Choice, Products
 
 EXPONENTS = st.integers(min_value=-99, max_value=99)  # 2^99 is 6e29
 FACTORS = (1e-30, 1e-20, 1e-7, 3.0, 1e10, 1e19, 1e30)
@@ -96,12 +100,13 @@ def test_muon_is_equal_within_rounding_for_any_factor(
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("factor", [2.0**-99, 2.0**99])
-@pytest.mark.parametrize("depths", [(0, 0), (2, 1), (3, 3)])
-def test_strips_see_the_same_matrix(form: Any, factor: float, depths: tuple[int, int]) -> None:
-    matrix = gradients("matrix", 61, 130, 0)[0]
-    choice = FormChoice(form, *depths, onednn=False)
-    how = make_newton_schulz()
-    assert torch.equal(_iterate(matrix * factor, how, choice), _iterate(matrix, how, choice))
+@pytest.mark.parametrize("products", [WHOLE, Strips(2, 1), Strips(3, 3), OneDnn()])
+def test_every_product_sees_the_same_matrix(form: Any, factor: float, products: Products) -> None:
+    if isinstance(products, OneDnn) and not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    matrix, how = gradients("matrix", 61, 130, 0)[0], make_newton_schulz()
+    choice = Choice(form, products)
+    assert torch.equal(iterate(matrix * factor, how, choice), iterate(matrix, how, choice))
 
 
 @pytest.mark.usefixtures("_both_paths")

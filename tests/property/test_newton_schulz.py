@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from matrixtitan.optim import newton_schulz
+from matrixtitan.optim.cpu import backend
+from matrixtitan.optim.cpu.onednn import OneDnn
+from matrixtitan.optim.cpu.strips import Strips, symmetric_product
 from matrixtitan.optim.newton_schulz import (
-    FormChoice,
-    _iterate,
+    backend_of,
+    batch_indices,
     choose_form,
-    make_newton_schulz,
+    iterate,
     orthogonalize,
     orthogonalize_one,
-    symmetric_product,
 )
+from matrixtitan.optim.newton_schulz_settings import make_newton_schulz
+from matrixtitan.optim.products import WHOLE, Choice
 from tests.lib.references import assert_orthogonal
 from tests.lib.references import orthogonalize as reference
 
@@ -92,7 +96,7 @@ def test_a_list_gives_the_same_in_the_same_order(
 def test_batches_hold_no_more_than_the_limit(
     shapes: list[tuple[int, ...]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 2 * 24 * 40 + 1)
+    monkeypatch.setattr(backend, "BATCH_ELEMENTS", 2 * 24 * 40 + 1)
     seen = []
 
     def noting(matrix: torch.Tensor, how: Any) -> torch.Tensor:
@@ -107,19 +111,19 @@ def test_batches_hold_no_more_than_the_limit(
     assert seen == sizes
 
 
-def test_together_cuts_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
+def test_batch_indices_cut_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
+    monkeypatch.setattr(backend, "BATCH_ELEMENTS", 4 * 64 * 64)
     cpu = torch.device("cpu")
-    assert newton_schulz.together([(64, 64)] * 5 + [(64, 65)], cpu) == [[0, 1, 2, 3], [4], [5]]
-    assert newton_schulz.together([(2, 64, 64)] * 3, cpu) == [[0, 1], [2]]
-    assert newton_schulz.together([(5, 64, 64)] * 2, cpu) == [[0], [1]]
-    assert newton_schulz.together([(0, 64, 64)], cpu) == [[0]]
-    assert newton_schulz.batch_size((128, 32), cpu) == 4
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 1 << 30)
-    assert newton_schulz.batch_size((4096, 127), cpu) > 1
-    assert newton_schulz.batch_size((128, 4096), cpu) == 1, "oneDNN's product takes no batches"
+    assert batch_indices([(64, 64)] * 5 + [(64, 65)], cpu) == [[0, 1, 2, 3], [4], [5]]
+    assert batch_indices([(2, 64, 64)] * 3, cpu) == [[0, 1], [2]]
+    assert batch_indices([(5, 64, 64)] * 2, cpu) == [[0], [1]]
+    assert batch_indices([(0, 64, 64)], cpu) == [[0]]
+    assert backend_of(cpu).batch_size(128, 32) == 4
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: True)
+    monkeypatch.setattr(backend, "BATCH_ELEMENTS", 1 << 30)
+    assert backend_of(cpu).batch_size(4096, 127) > 1
+    assert backend_of(cpu).batch_size(128, 4096) == 1, "oneDNN's product takes no batches"
 
 
 @pytest.mark.parametrize(
@@ -202,13 +206,15 @@ def test_symmetric_products_in_strips(
 
 
 def test_the_form_is_a_function_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
     assert choose_form(torch.empty(512, 512), "auto").form == "standard"
     assert choose_form(torch.empty(512, 2048), "auto").form == "gram"
     assert choose_form(torch.empty(512, 2048), "standard").form == "standard"
-    assert choose_form(torch.empty(512, 2048), "auto").depth > 0
-    whole = FormChoice("gram", 0, 0, onednn=False)
-    assert choose_form(torch.empty(8, 512, 999), "auto").depth == 0, "batches are not cut"
+    strips = choose_form(torch.empty(512, 2048), "auto").products
+    assert isinstance(strips, Strips)
+    assert strips.depth > 0
+    whole = Choice("gram", WHOLE)
+    assert choose_form(torch.empty(8, 512, 999), "auto").products == WHOLE, "batches are not cut"
     meta = torch.empty(64, 640, device="meta", dtype=torch.bfloat16)
     assert choose_form(meta, "auto") == whole
     assert choose_form(torch.empty(4096, 4096, device="meta"), "auto").form == "standard"
@@ -217,14 +223,14 @@ def test_the_form_is_a_function_of_the_shape(monkeypatch: pytest.MonkeyPatch) ->
 def test_onednn_is_taken_for_large_float32_matrices_where_it_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
-    assert choose_form(torch.empty(512, 2048), "auto") == FormChoice("gram", 0, 0, onednn=True)
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: True)
+    assert choose_form(torch.empty(512, 2048), "auto") == Choice("gram", OneDnn())
     for other in (
         torch.empty(16, 64),
         torch.empty(2, 512, 2048),
         torch.empty(512, 2048).bfloat16(),
     ):
-        assert not choose_form(other, "auto").onednn
+        assert choose_form(other, "auto").products != OneDnn()
 
 
 @pytest.mark.skipif(
@@ -238,7 +244,7 @@ def test_onednn_and_mkl_agree(
     """Both ways on any machine, whichever it takes by itself; transposed products once cost a digit here."""
     matrix = random_matrix(0, *shape)
     for pays in (True, False):
-        monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda pays=pays: pays)
+        monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda pays=pays: pays)
         result = orthogonalize_one(matrix, make_newton_schulz(form=form, dtype="float32"))
         torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
@@ -249,8 +255,8 @@ def test_onednn_and_mkl_agree(
 def test_strips_in_the_whole_iteration(depths: tuple[int, int], form: Any, tall: bool) -> None:
     """Padded operands feed further strips; at 61 rows the strips are not equal."""
     matrix = random_matrix(1, 130, 61) if tall else random_matrix(1, 61, 130)
-    choice = FormChoice(form, *depths, onednn=False)
-    result = _iterate(matrix.mT if tall else matrix, make_newton_schulz(), choice)
+    choice = Choice(form, Strips(*depths))
+    result = iterate(matrix.mT if tall else matrix, make_newton_schulz(), choice)
     result = result.mT if tall else result
     torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
@@ -260,7 +266,7 @@ def test_the_gram_form_gives_results_in_the_layout_of_the_matrix(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     """A transposed one is several times slower to add to a parameter."""
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
     matrices = torch.randn(shape)
     assert orthogonalize_one(matrices, make_newton_schulz(form="gram")).is_contiguous()
 

@@ -2,16 +2,19 @@
 
 MKL picks kernels by vendor: on an AMD CPU with AVX-512 its products run at half the rate of oneDNN's (measured: 111
 against 250 GFLOP/s on one core at 512x512). PyTorch ships both. This file owns the only call of the operator, which
-is the one that torch.compile emits for linear layers on CPUs. Next: `newton_schulz.py`.
+is the one that torch.compile emits for linear layers on CPUs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from matrixtitan.optim.products import Products
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -40,3 +43,22 @@ def addmm(add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float
     if alpha != 1.0:
         out.mul_(alpha)
     return out.add_(add, alpha=beta)
+
+
+@dataclass(frozen=True)
+class OneDnn(Products):
+    """Whole products of single matrices."""
+
+    def operand(self, x: Tensor) -> Tensor:
+        return x.contiguous()  # it would copy a transposed left operand in every product
+
+    def gram(self, x: Tensor) -> Tensor:
+        return mm(x, x.mT)
+
+    def combine(
+        self, add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0
+    ) -> Tensor:
+        return addmm(add, left, right, beta=beta, alpha=alpha)
+
+    def apply(self, poly: Tensor, x: Tensor) -> Tensor:
+        return mm(poly, x)

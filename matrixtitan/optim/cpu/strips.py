@@ -1,0 +1,63 @@
+"""Products whose result is known to be symmetric, computed by half: strips of rows up to the diagonal, mirrored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from matrixtitan.optim.products import Products
+
+STRIP_PADDING = 16
+"""Elements between the rows of a product that is computed in strips: one cache line in float32."""
+
+
+@dataclass(frozen=True)
+class Strips(Products):
+    """Of single matrices: X X^T in 2^wide_depth strips, those of (R, R) matrices in 2^depth; 0 is whole."""
+
+    wide_depth: int
+    depth: int
+
+    def gram(self, x: Tensor) -> Tensor:
+        if not self.wide_depth:
+            return super().gram(x)
+        return symmetric_product(None, x, x.mT, depth=self.wide_depth)
+
+    def combine(
+        self, add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0
+    ) -> Tensor:
+        if not self.depth:
+            return super().combine(add, left, right, beta, alpha)
+        return symmetric_product(add, left, right, depth=self.depth, beta=beta, alpha=alpha)
+
+
+def symmetric_product(
+    add: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    *,
+    depth: int,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    """beta add + alpha left @ right, (R, R), where the caller knows that the result is symmetric.
+
+    It is multiplied in 2^depth strips of rows, each up to its end of the diagonal, and mirrored: (1 + 2^-depth) / 2 of
+    the FLOPs. The result's rows are a few elements apart: in rows whose length is a power of two, those that mirroring
+    reads as columns would share cache sets.
+    """
+    rows = left.size(0)
+    out = left.new_empty(rows, rows + STRIP_PADDING)[:, :rows]
+    for i in range(1 << depth):
+        top, end = rows * i >> depth, rows * (i + 1) >> depth
+        strip = out[top:end, :end]
+        if add is None:
+            torch.mm(left[top:end], right[:, :end], out=strip)
+        else:
+            torch.addmm(
+                add[top:end, :end], left[top:end], right[:, :end], beta=beta, alpha=alpha, out=strip
+            )
+        out[:top, top:end].copy_(strip[:, :top].mT)
+    return out
