@@ -23,7 +23,6 @@ for argument in "$@"; do
     -h | --help | --print-config) exec "$PYTHON" "$root/train.py" "$@" ;;
   esac
 done
-"$PYTHON" "$root/train.py" --print-config "$@" >/dev/null # a mistake stops here, before any process starts
 
 gpus=0
 if nvidia-smi --list-gpus >/dev/null 2>&1; then # asking torch takes seconds, and it heeds CUDA_VISIBLE_DEVICES
@@ -31,6 +30,8 @@ if nvidia-smi --list-gpus >/dev/null 2>&1; then # asking torch takes seconds, an
 fi
 nproc="${NPROC:-$((gpus > 0 ? gpus : 2))}"
 [[ "$nproc" =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$nproc'; it must be a number of processes, at least 1"
+[ "$gpus" -eq 0 ] || [ "$nproc" -le "$gpus" ] ||
+  fail "NPROC is $nproc, but this machine has $gpus GPUs (CUDA_VISIBLE_DEVICES counts): at most one process per GPU"
 if [ "$gpus" -eq 0 ]; then
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 fi
@@ -41,13 +42,18 @@ nnodes="${NNODES:-${SLURM_NNODES:-1}}"
 if [ "$nnodes" -gt 1 ]; then
   node_rank="${NODE_RANK:-${SLURM_NODEID:-}}"
   [ -n "$node_rank" ] || fail "NNODES is $nnodes: set NODE_RANK to this machine's number, from 0"
+  [[ "$node_rank" =~ ^[0-9]+$ && "$node_rank" -lt "$nnodes" ]] ||
+    fail "NODE_RANK is '$node_rank'; it must be this machine's number, from 0 to $((nnodes - 1))"
+  port="${MASTER_PORT:-29500}"
+  [[ "$port" =~ ^[1-9][0-9]*$ && "$port" -lt 65536 ]] ||
+    fail "MASTER_PORT is '$port'; it must be a port that is free on machine 0, from 1 to 65535"
   if [ -z "${MASTER_ADDR:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
     MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
   fi
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES is $nnodes: set MASTER_ADDR to the host name or address of machine 0"
   rendezvous=(
     --nnodes "$nnodes" --node-rank "$node_rank"
-    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
+    --master-addr "$MASTER_ADDR" --master-port "$port"
   )
 else
   if [ "$gpus" -eq 0 ]; then
@@ -56,12 +62,14 @@ else
   rendezvous=(--nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1) # any free port
 fi
 
-if [ "${MAX_RESTARTS:-0}" != 0 ]; then
+max_restarts="${MAX_RESTARTS:-0}"
+[[ "$max_restarts" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS is '$max_restarts'; it must be a number of restarts, or 0"
+if [ "$max_restarts" -ne 0 ]; then
   # After a restart ranks must not find the dead ones' addresses in a store that outlived them. Without restarts ranks
   # share the launcher's store: one of their own is on a port that was free some seconds before, and may not be any more
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
 fi
 
-# exec: Ctrl-C and SIGTERM reach torchrun itself, which passes them on to every rank
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" \
-  --max-restarts "${MAX_RESTARTS:-0}" "$root/train.py" "$@"
+# exec: Ctrl-C and SIGTERM reach torchrun itself, in this process, which passes them on to every rank
+exec "$PYTHON" "$root/tools/launch.py" "${rendezvous[@]}" --nproc-per-node "$nproc" \
+  --max-restarts "$max_restarts" "$root/train.py" "$@"

@@ -5,6 +5,11 @@ from __future__ import annotations
 import sys
 
 from matrixtitan.config import Config, ConfigError, load_config
+from matrixtitan.mistakes import is_mistake, tell, told_by_another
+
+PEER_SECONDS = 5.0
+"""How long a rank may take from a mistake to its message. An error that another rank has meanwhile,
+such as a broken connection, is a consequence."""
 
 
 def main() -> int:
@@ -14,19 +19,35 @@ def main() -> int:
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
+    if told_by_another():
+        return 2  # started again after a mistake, which stays one
 
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from matrixtitan.log import init_logger
 
     init_logger()
+    # torchrun ends with the error of the rank that failed first, not of any
+    handler = get_error_handler()
+    handler.initialize()
     try:
-        record(train)(
-            config
-        )  # torchrun ends with the error of the rank that failed first, not of any
+        train(config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        final = is_mistake(error)
+        silent = not config.debug.traceback
+        if not (silent and (final or is_foreseen(error))):
+            if silent and isinstance(error, RuntimeError) and told_by_another(PEER_SECONDS):
+                return 1
+            handler.record_exception(error)
+            raise
+        tell(str(error), final)
+        error.__traceback__ = error.__cause__ = None
+        error.__suppress_context__ = True
+        handler.record_exception(error)  # its message alone
+        return 2 if final else 1
     return 0
 
 
@@ -35,6 +56,14 @@ def train(config: Config) -> None:
 
     with Trainer(config) as trainer:
         trainer.train()
+
+
+def is_foreseen(error: Exception) -> bool:
+    """A save or load that failed, a run that diverged: its message is enough, but another try may do better."""
+    from matrixtitan.checkpoint.errors import CheckpointError
+    from matrixtitan.trainer import NonFiniteError
+
+    return isinstance(error, (CheckpointError, NonFiniteError))
 
 
 if __name__ == "__main__":

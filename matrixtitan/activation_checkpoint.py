@@ -40,6 +40,7 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
     keeps attention's results and every second matrix product's, the ones that cost most to repeat;
     with a number N: every Nth block as "full", the others not at all.
     """
+    config.require("activation_checkpoint.")
     if config.mode == "none":
         return
     forward: Callable[..., Tensor] = _checkpointed_forward
@@ -48,11 +49,7 @@ def apply_activation_checkpointing(model: nn.Module, config: ActivationCheckpoin
         if config.selective_ac_option == "op":
             forward = _selectively_checkpointed_forward
         else:
-            every = _block_interval(config.selective_ac_option)
-    elif config.mode != "full":
-        raise ValueError(
-            f"activation_checkpoint.mode is {config.mode!r}: choose none, selective or full"
-        )
+            every = int(config.selective_ac_option)
     for index, block in enumerate(_blocks(model), start=1):
         if "forward" in vars(block):
             raise RuntimeError(
@@ -72,15 +69,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     if isinstance(layers, nn.ModuleList):
         return list(layers)
     raise ValueError(f"model.layers is a {type(layers).__name__}, not a ModuleDict or ModuleList")
-
-
-def _block_interval(option: str) -> int:
-    if not (option.isdecimal() and int(option) > 0):
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option is {option!r}: write op, or a positive "
-            "number N to checkpoint every Nth block"
-        )
-    return int(option)
 
 
 def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

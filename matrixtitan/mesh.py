@@ -10,11 +10,12 @@ import atexit
 import gc
 import os
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfig
 from matrixtitan.log import get_logger
+from matrixtitan.ranks import mesh_shape
 
 logger = get_logger()
 
 
-class MeshShape(NamedTuple):
-    replicas: int
-    shards: int
+_WAIT_LOG_SECONDS = 60.0
+_POLL_SECONDS = 0.01, 1.0  # first and longest pause between two looks at the store
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,45 @@ class World:
             if group not in except_for:
                 set_timeout(timedelta(seconds=seconds), group)
 
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's `mine`, by rank. In a dry run no other rank exists, and this rank's stands for all."""
+        if dist.get_backend() == "fake":
+            return [mine] * self.size
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def wait_for_all(self, work: str) -> None:
+        """Return when every rank has called this; all ranks call it equally often. Logs whom it waits for.
+
+        For work that takes ranks unequally long, without limit: a collective would end the run after its timeout. A
+        rank that dies is noticed by torchrun, which ends the others. `work` says what the others still do.
+
+        Private in PyTorch: the store of the process group. A store of our own would need an address and a port that
+        all ranks know, and these are the launcher's.
+        """
+        if self.size == 1 or dist.get_backend() == "fake":
+            return
+        store = dist.distributed_c10d._get_default_store()
+        arrived = store.add("wait_for_all/arrived", 1)
+        number = -(
+            -arrived // self.size
+        )  # of this call: no rank is at a later one before all are at this
+        store.set(f"wait_for_all/{number}/{self.rank}", "")
+        pause, longest = _POLL_SECONDS
+        told = time.monotonic()
+        while store.add("wait_for_all/arrived", 0) < number * self.size:
+            if self.rank == 0 and time.monotonic() - told > _WAIT_LOG_SECONDS:
+                missing = [
+                    rank
+                    for rank in range(self.size)
+                    if not store.check([f"wait_for_all/{number}/{rank}"])
+                ]
+                logger.info("waiting for %s, which still %s", _name_ranks(missing), work)
+                told = time.monotonic()
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
     def __enter__(self) -> World:
         return self
 
@@ -80,6 +120,18 @@ class World:
             # ends can abort the process (https://github.com/pytorch/pytorch/pull/179291). So what cycles keep alive
             # goes before. Not after an error: a thread that waits for a dead peer would be waited for.
             atexit.register(gc.collect)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "ranks 3, 8-15": neighbours, which share a machine, together."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return "ranks " + ", ".join(names)
 
 
 def init_world(config: Config) -> World:
@@ -175,20 +227,6 @@ def _axis_group(ranks: list[int], world_size: int, timeout: timedelta) -> dist.P
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
-    """The two degrees with -1 resolved; ValueError where they do not make up `world_size` ranks."""
-    replicas = parallelism.data_parallel_replicate_degree
-    shards = parallelism.data_parallel_shard_degree
-    if shards == -1:
-        shards = world_size // replicas
-    if replicas * shards != world_size:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
-            f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
-        )
-    return MeshShape(replicas, shards)
 
 
 def _set_cuda_environment(comm: CommConfig) -> None:

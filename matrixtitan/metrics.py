@@ -1,4 +1,4 @@
-"""What a run reports about itself: the log line, TensorBoard's curves, the progress bar.
+"""What a run reports about itself: the log line, the curves in metrics.jsonl and TensorBoard, the progress bar.
 
 Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step` at the same steps
 (one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides anything about training. Next file:
@@ -15,19 +15,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
 from matrixtitan.config import MetricsConfig
+from matrixtitan.curves import FILE_NAME, CurveWriter
 from matrixtitan.log import get_logger
+from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
 
-PHASES = ("data", "forward_backward", "optimizer")
-"""The phases of a step that are reported; data waits on the host, the other two run on the device."""
+DEVICE_PHASES = ("forward_backward", "optimizer")
+PHASES = ("data", *DEVICE_PHASES)
+"""The phases of a step that are reported; data waits on the host, the others run on the device."""
 
 GIB = 2**30
 
@@ -70,14 +72,12 @@ def peak_flops(device_name: str) -> float | None:
 class PhaseTimer:
     """Adds up the time of named phases until `take`.
 
-    Phases in `device_phases` are timed on the device where it is CUDA: a pair of events around the phase's kernels,
-    read only at `take`, so that no step waits for the device.
+    DEVICE_PHASES are timed on the device where it is CUDA: a pair of events around the phase's kernels, read only at
+    `take`, so that no step waits for the device.
     """
 
-    def __init__(
-        self, device: torch.device, device_phases: Sequence[str] = ("forward_backward", "optimizer")
-    ) -> None:
-        self._cuda_phases = frozenset(device_phases) if device.type == "cuda" else frozenset[str]()
+    def __init__(self, device: torch.device) -> None:
+        self._cuda_phases = DEVICE_PHASES if device.type == "cuda" else ()
         self._host_seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -151,7 +151,7 @@ class StepReport:
     skipped_steps: int = 0
 
     def scalars(self) -> dict[str, float]:
-        """The curves of TensorBoard under their fixed names."""
+        """The curves' new points under their fixed names."""
         curves = {
             "loss/train": self.loss,
             "grad_norm": self.grad_norm,
@@ -198,44 +198,12 @@ def memory_text(memory: Mapping[str, float]) -> str:
     return f"memory {active:.2f} GiB active, {reserved:.2f} GiB reserved, {retries} retries"
 
 
-class ProgressBar:
-    """One line redrawn in place on a terminal; silent where the stream is not one (`enabled` overrides)."""
-
-    WIDTH = 28
-
-    def __init__(
-        self, total: int, stream: TextIO = sys.stderr, enabled: bool | None = None
-    ) -> None:
-        self._total = total
-        self._stream = stream
-        self._enabled = stream.isatty() if enabled is None else enabled
-        self._drawn = False
-
-    def update(self, done: int, text: str = "") -> None:
-        if not self._enabled:
-            return
-        filled = self.WIDTH * done // max(self._total, 1)
-        bar = "#" * filled + "-" * (self.WIDTH - filled)
-        self._stream.write(
-            f"\r\x1b[K[{bar}] {done}/{self._total} {text}"
-        )  # \x1b[K: erase what was longer
-        self._stream.flush()
-        self._drawn = True
-
-    def clear(self) -> None:
-        """Call before writing other lines."""
-        if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._drawn = False
-
-
 class Metrics:
     """Times the phases and writes the reports.
 
-    `flops_per_token` are those of forward and backward. `start_step` is the number of steps already done: a resumed
-    run appends to the same TensorBoard folder, and what an earlier run wrote beyond that step is discarded.
-    `total_steps` is for display.
+    `flops_per_token` are those of forward and backward. `total_steps` is for display. `start_step` is the number of
+    steps already done: a resumed run appends to metrics.jsonl and the TensorBoard folder, and what an earlier run wrote
+    beyond that step is void. metrics.jsonl is always written, TensorBoard's events if the config says so.
     """
 
     def __init__(
@@ -263,12 +231,13 @@ class Metrics:
                 "MFU is left out: no peak FLOP/s known for %r; metrics.peak_flops sets it",
                 device_name,
             )
+        self._curves = CurveWriter(dump_folder / FILE_NAME, start_step) if rank == 0 else None
         self._writer: SummaryWriter | None = None
         if config.enable_tensorboard and rank == 0:
             folder = dump_folder / config.save_tb_folder
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
             logger.info("TensorBoard: tensorboard --logdir %s", folder)
-        self._bar = ProgressBar(total_steps, enabled=None if rank == 0 else False)
+        self._bar = ProgressBar()
         self._bar_text = ""
         self._logged_step = start_step
         self._window_start = time.perf_counter()
@@ -279,7 +248,9 @@ class Metrics:
 
     def progress(self, step: int) -> None:
         """Redraw the progress bar after `step`."""
-        self._bar.update(step, self._bar_text)
+        if self._rank == 0:
+            text = f"{step}/{self._total_steps} {self._bar_text}"
+            self._bar.update(text, step / self._total_steps)
 
     def log_step(
         self,
@@ -350,6 +321,8 @@ class Metrics:
 
     def close(self) -> None:
         self._bar.clear()
+        if self._curves:
+            self._curves.close()
         if self._writer:
             self._writer.close()
 
@@ -362,10 +335,13 @@ class Metrics:
         return table
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:
+        # both flush, so that a killed run loses no logged step
+        if self._curves:
+            self._curves.write(step, scalars)
         if self._writer:
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # a killed run loses no logged step
+            self._writer.flush()
 
     def _say(self, line: str) -> None:
         self._bar.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,36 +15,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from matrixtitan.activation_checkpoint import apply_activation_checkpointing
 from matrixtitan.config import Config
 from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
+from matrixtitan.fsdp.transports import ranks_on_this_machine
+from matrixtitan.log import get_logger
 from matrixtitan.optim.build import check_patterns
+from matrixtitan.plan.cost import rank_bytes
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.roles import param_specs
-from matrixtitan.plan.shard import ParamSpec, Plan
+from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.predict.degrees import uneven_warning
 from matrixtitan.strategies.base import DataParallel
 from matrixtitan.strategies.ddp import DDP
+from matrixtitan.strategies.dry_run import DryRun
 from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
 from matrixtitan.strategies.zero1_owner import Zero1Owner
 from models.llama import Llama
 
-
-class Parallelized(NamedTuple):
-    """`plan` is None where a strategy has no owners; `close` ends what runs in the background."""
-
-    strategy: DataParallel
-    plan: Plan | None
-    close: Callable[[], None]
+logger = get_logger()
 
 
 def parallelize(
     model: Llama, config: Config, mesh: DeviceMesh, device: torch.device
-) -> Parallelized:
-    """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing."""
+) -> DataParallel:
+    """`model` is on the meta device, in its stored dtype. ValueError for patterns that match nothing.
+
+    The strategy must be closed: it may have threads.
+    """
     check_patterns([name for name, _ in model.named_parameters()], config.optimizer)
     specs = model_specs(model, config)
     apply_activation_checkpointing(model, config.activation_checkpoint)
     if config.compile.enable:
         compile_blocks(model)
-    return STRATEGIES[config.parallelism.strategy](model, specs, config, mesh, device)
+    strategy = BUILDERS[config.parallelism.strategy](model, specs, config, mesh, device)
+    return _dry_run(strategy, config, mesh) if config.parallelism.dry_run_world_size else strategy
 
 
 def unit_of(unit_names: Sequence[Sequence[str]], fqn: str) -> str:
@@ -64,23 +66,18 @@ def model_specs(model: Llama, config: Config) -> list[ParamSpec]:
         [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in model.named_parameters()],
         lambda fqn: unit_of(units, fqn),
         tail_patterns=[*model.tail_patterns, *optimizer.tail_patterns],
-        per_head_patterns=dict.fromkeys(optimizer.per_head_patterns, model.head_dim),
+        per_head_patterns=dict.fromkeys(optimizer.rule.head_patterns(), model.head_dim),
     )
 
 
 def plan_settings(config: Config) -> PlanSettings:
     """What a plan's bytes and FLOPs depend on."""
-    optimizer = config.optimizer
     stored = dtype_of(config.training.dtype).itemsize
     return PlanSettings(
-        matrix_optimizer=optimizer.name,
+        rule=config.optimizer.rule,
         param_bytes=stored,
         grad_bytes=stored,  # gradients are reduced into the dtype of the stored rows
         state_bytes=stored,
-        ns_steps=optimizer.ns_steps,
-        precondition_frequency=optimizer.precondition_frequency,
-        max_precond_dim=optimizer.max_precond_dim,
-        shampoo_moments=int(optimizer.betas[0] > 0) + int(optimizer.graft == "adam"),
         egress_cap=config.parallelism.egress_cap or None,
     )
 
@@ -101,9 +98,15 @@ def compile_blocks(model: Llama) -> None:
 
 def _matrix_fsdp(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
-) -> Parallelized:
+) -> DataParallel:
     parallelism = config.parallelism
-    plan = make_plan(specs, mesh.size(mesh.ndim - 1), plan_settings(config))
+    settings = plan_settings(config)
+    plan = make_plan(specs, mesh.size(mesh.ndim - 1), settings)
+    if mesh.get_rank() == 0:
+        per_host = ranks_on_this_machine(mesh.size())
+        warning = uneven_warning(specs, plan, settings, mesh.size(), per_host)
+        if warning is not None:
+            logger.warning(warning)
     runtime = fully_shard(
         model,
         units=model.unit_names(),
@@ -120,17 +123,16 @@ def _matrix_fsdp(
         gradient_reduction="sum",
         timeout=_init_timeout(config),
     )
-    strategy = MatrixFSDPStrategy(
+    return MatrixFSDPStrategy(
         runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch
     )
-    return Parallelized(strategy, plan, runtime.close)
 
 
 def _fsdp2(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
-) -> Parallelized:
+) -> DataParallel:
     parallelism = config.parallelism
-    strategy = FSDP2(
+    return FSDP2(
         model,
         specs,
         units=model.unit_names(),
@@ -146,19 +148,18 @@ def _fsdp2(
         prefetch=parallelism.prefetch,
         timeout=_init_timeout(config),
     )
-    return Parallelized(strategy, None, strategy.close)
 
 
 def _zero1_owner(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
-) -> Parallelized:
-    return Parallelized(_replica(Zero1Owner, model, specs, config, device), None, _nothing_to_close)
+) -> DataParallel:
+    return _replica(Zero1Owner, model, specs, config, device)
 
 
 def _ddp(
     model: Llama, specs: list[ParamSpec], config: Config, mesh: DeviceMesh, device: torch.device
-) -> Parallelized:
-    return Parallelized(_replica(DDP, model, specs, config, device), None, _nothing_to_close)
+) -> DataParallel:
+    return _replica(DDP, model, specs, config, device)
 
 
 def _replica(
@@ -173,17 +174,20 @@ def _replica(
     )
 
 
+def _dry_run(strategy: DataParallel, config: Config, mesh: DeviceMesh) -> DryRun:
+    if strategy.plan is None:
+        return DryRun(strategy, None)
+    resident = rank_bytes(strategy.plan, plan_settings(config))
+    return DryRun(strategy, resident[mesh["dp_shard"].get_local_rank()].total)
+
+
 def _init_timeout(config: Config) -> timedelta:
     return timedelta(seconds=config.comm.init_timeout_seconds)
 
 
-def _nothing_to_close() -> None:
-    return None
+Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], DataParallel]
 
-
-Build = Callable[[Llama, list[ParamSpec], Config, DeviceMesh, torch.device], Parallelized]
-
-STRATEGIES: dict[str, Build] = {
+BUILDERS: dict[str, Build] = {
     "matrix_fsdp": _matrix_fsdp,
     "fsdp2": _fsdp2,
     "zero1_owner": _zero1_owner,

@@ -2,7 +2,7 @@
 
 `Trainer.__init__` reads as the list of parts and `Trainer.train` as the phases of a step: data, forward and backward,
 optimizer, log, validate, save. Owns the order of things and the train state (step, window, tokens); every part's own
-logic is in its own file. Next file: `parallelize.py`.
+logic is in its own file. Next file: `assemble.py`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import gc
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
+from matrixtitan.assemble import assemble
 from matrixtitan.checkpoint import Checkpointer, TrainState
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.config import Config, to_toml
 from matrixtitan.data.dataloader import (
     build_dataloader,
     build_validation_loader,
-    microbatches,
     open_sources,
     stream_fingerprint,
 )
@@ -35,14 +37,15 @@ from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
 from matrixtitan.metrics import Metrics, memory_figures, memory_text
+from matrixtitan.mistakes import is_mistake
 from matrixtitan.optim.lr_schedule import LRSchedule
-from matrixtitan.parallelize import dtype_of, parallelize, plan_settings
-from matrixtitan.plan.cost import rank_bytes
 from matrixtitan.profiler import Profiler
-from models import build_model
+from matrixtitan.ranks import split_batch
+from matrixtitan.stuck_weights import StuckWeights
 from models.output_head import IGNORE_INDEX
 
 logger = get_logger()
+T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
@@ -83,46 +86,41 @@ class Trainer:
         self.device = self.world.device
         set_seeds(config.debug)
         self.dump_folder = Path(config.job.dump_folder)
-        self._make_dump_folder()
-        self.microbatches = microbatches(
-            training.global_batch_size, training.local_batch_size, self.world.size
-        )
+        self.batch_split = split_batch(training, self.world.size)
+        self._everywhere(self._make_dump_folder)
         self.tokens_per_step = training.global_batch_size * training.seq_len
+        self.tokenizer = self._everywhere(
+            lambda: load_tokenizer(config.model.tokenizer_path, config.model.tokenizer_pattern)
+        )
 
-        # Data: tokenised here unless it was before; opened once
-        self.tokenizer = load_tokenizer(config.model.tokenizer_path)
-        sources = open_sources(config.data, self.tokenizer)
+        # Model, made data-parallel, with this rank's part of the weights; optimizers and schedule
+        self.model, self.strategy, self.optimizers = assemble(
+            config, self.tokenizer.n_words, self.world
+        )
+        self._closing.callback(self.strategy.close)
+        self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
+
+        # Data: tokenised here unless it was before, and only now that the model is known to work
+        sources = self._everywhere(
+            lambda: open_sources(config.data, self.tokenizer), "tokenise data.sources"
+        )
         data_stream = stream_fingerprint(config, self.tokenizer, sources)
         self._agree_on(data_stream)
-
-        # Model: on the meta device, so only shapes; then wrapped; then this rank's part of the weights
-        with torch.device("meta"):
-            self.model = build_model(
-                config.model.name,
-                config.model.flavor,
-                vocab_size=self.tokenizer.n_words,
-                max_seq_len=training.seq_len,
-                tie_embeddings=config.model.tie_embeddings,
-            ).to(dtype_of(training.dtype))
-        self.strategy, self.plan, close = parallelize(
-            self.model, config, self.world.mesh, self.device
-        )
-        self._closing.callback(close)
-        self.strategy.materialize(self._init_rows)
-        self.model.init_buffers(self.device)
-
-        # Optimizers and schedule
-        self.optimizers = self.strategy.build_optimizers(config.optimizer)
-        self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
         # Where to start from, and the data from there on
         self.checkpointer = self._closing.enter_context(
             Checkpointer(
-                config.checkpoint, config, self.strategy, self.optimizers, self.plan, data_stream
+                config.checkpoint,
+                config,
+                self.strategy,
+                self.optimizers,
+                self.strategy.plan,
+                data_stream,
             )
         )
         self.state = self.checkpointer.load() or TrainState()
         self._consecutive_skips = 0
+        self.stuck_weights = StuckWeights(config, self.strategy, self.state.step + 1)
         place = (config, sources, self.world.rank, self.world.size)
         self.batches = iter(build_dataloader(*place, start_window=self.state.window))
         self._closing.callback(self._stop_reading)
@@ -144,22 +142,43 @@ class Trainer:
         self._closing.callback(self.metrics.close)
         self._describe_run()
 
-    def _init_rows(self, fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
-        self.model.init_rows(fqn, full_shape, start, out, self.config.debug.seed)
-
     def _make_dump_folder(self) -> None:
         if self.world.rank == 0:
             try:
                 self.dump_folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.dump_folder):
+                    pass
             except OSError as error:
-                raise ValueError(f"job.dump_folder cannot be made: {error}") from error
+                raise ValueError(
+                    f"job.dump_folder cannot be made or written: {error}; set it to a folder that can be"
+                ) from error
+
+    def _everywhere(self, act: Callable[[], T], long_work: str = "") -> T:
+        """Collective: what `act` returns here. A mistake that any rank finds in it is raised on all.
+
+        Otherwise the ranks that find none would wait for those that left, and fail in a collective in
+        turn. `long_work`: what `act` does, if that may take one rank longer than a collective may take.
+        """
+        mistake: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            if not is_mistake(error):
+                raise
+            mistake = error
+        if long_work:
+            self.world.wait_for_all(long_work)
+        found = self.world.gather_objects(None if mistake is None else str(mistake))
+        if mistake is not None:
+            raise mistake
+        others = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+        if others:
+            raise ValueError(others[0])
+        return result
 
     def _agree_on(self, data_stream: dict[str, Any]) -> None:
         """ValueError if ranks read other text: a stale copy on one machine would train without a word."""
-        if self.config.parallelism.dry_run_world_size:
-            return
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, data_stream)
+        everyone = self.world.gather_objects(data_stream)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if others:
             changes = "; ".join(changed_keys(everyone[0], everyone[others[0]]))
@@ -178,17 +197,13 @@ class Trainer:
         config = to_toml(self.config)
         (self.dump_folder / "config.toml").write_text(config)
         self.metrics.log_text("config", config)
-        if self.plan is not None:
-            plan = json.dumps(self.plan.to_json(), indent=1)
+        if self.strategy.plan is not None:
+            plan = json.dumps(self.strategy.plan.to_json(), indent=1)
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_text("plan", plan)
-        if self.config.parallelism.dry_run_world_size:
-            logger.info(
-                "dry run: memory and the time to compute are those of rank %d; losses mean nothing",
-                self.world.rank,
-            )
         logger.info(
-            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens, %d microbatches a rank",
+            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens and %d rows of "
+            "padding; microbatches a rank: %d of %d",
             self.config.model.name,
             self.config.model.flavor,
             f"{self.model.num_parameters:,}",
@@ -196,7 +211,9 @@ class Trainer:
             self.config.parallelism.strategy,
             self.config.training.global_batch_size,
             self.config.training.seq_len,
-            self.microbatches,
+            self.batch_split.padding_rows,
+            self.batch_split.microbatches,
+            self.batch_split.local_batch_size,
         )
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -241,19 +258,19 @@ class Trainer:
                     )
                 if training.gc_freq and step % training.gc_freq == 0:
                     gc.collect()
-        if self.config.parallelism.dry_run_world_size:
-            self._report_dry_run()
+        if report := self.strategy.report(self.optimizers):
+            logger.info("%s; %s", report, memory_text(memory_figures(self.device)))
 
     def _forward_backward(self) -> Tensor:
         """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
         loss_sum = torch.zeros((), device=self.device)
-        for microbatch in range(self.microbatches):
+        for microbatch in range(self.batch_split.microbatches):
             with self.metrics.timer.phase("data"):
                 tokens, labels = next(self.batches)
                 tokens = tokens.to(self.device, non_blocking=True)
                 labels = labels.to(self.device, non_blocking=True)
             with self.metrics.timer.phase("forward_backward"):
-                self.strategy.set_reduce_gradients(microbatch == self.microbatches - 1)
+                self.strategy.set_reduce_gradients(microbatch == self.batch_split.microbatches - 1)
                 loss = self.strategy.model(tokens, labels) / self.tokens_per_step
                 # 1, or nan where the loss is no number: so one rank's bad loss is in every rank's gradient norm
                 loss.backward(gradient=loss.detach() * 0 + 1)
@@ -264,45 +281,15 @@ class Trainer:
         """Clip and step the optimizers; return the gradient norm. A norm that is not finite changes no weight."""
         with self.metrics.timer.phase("optimizer"):
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
-            if self.config.parallelism.dry_run_world_size:
-                grad_norm = self._zero_gradients()
             self.checkpointer.before_update()
             if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
-                self.strategy.step(self.optimizers)
+                with record_function("optimizer::step"), self.stuck_weights.watch(step):
+                    self.strategy.step(self.optimizers)
                 self._consecutive_skips = 0
             else:
                 self._on_nonfinite(step, loss, grad_norm)
             self.strategy.model.zero_grad(set_to_none=True)
         return grad_norm
-
-    def _report_dry_run(self) -> None:
-        """What the rank that was run keeps for good, measured on its tensors (AdamW's step counters, 4 bytes a
-        tensor, apart), and the plan's word for it."""
-        params = [param.tensor for param in self.strategy.stepped_parameters()]
-        state = [state.tensor for state in self.optimizers.state_tensors() if state.tensor.ndim]
-        kept = sum(tensor.nbytes for tensor in params), sum(tensor.nbytes for tensor in state)
-        planned = ""
-        if self.plan is not None:
-            resident = rank_bytes(self.plan, plan_settings(self.config))[
-                self.world.mesh["dp_shard"].get_local_rank()
-            ]
-            planned = f"; planned in all: {resident.total:,} bytes"
-        logger.info(
-            "dry run: rank %d of %d keeps %s bytes of weights, as many of gradients, %s of optimizer state%s; %s",
-            self.world.rank,
-            self.world.size,
-            f"{kept[0]:,}",
-            f"{kept[1]:,}",
-            planned,
-            memory_text(memory_figures(self.device)),
-        )
-
-    def _zero_gradients(self) -> float:
-        """In a dry run no other rank sends anything, so values mean nothing; zeros keep every optimizer going."""
-        for param in self.strategy.stepped_parameters():
-            if param.tensor.grad is not None:
-                param.tensor.grad.zero_()
-        return 0.0
 
     def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """All ranks are here together: find out where it began, then stop or skip."""
@@ -355,6 +342,9 @@ class Trainer:
             self.checkpointer.check_failure()
             ending = self.checkpointer.preempted()
             pause = self.checkpointer.maybe_save(step, self.state, last, now=ending)
+            if self.checkpointer.is_saved(step) and not (ending or last):
+                # told during the save: another step and another save may take longer than the launcher waits
+                ending = self.checkpointer.preempted()
         if pause is not None:
             self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
         if ending and self.world.rank == 0:
@@ -372,22 +362,35 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self, step: int) -> float:
-        """Mean loss over the held-out tokens: the same first windows every time, equally many batches on each rank."""
+    def validate(self, step: int) -> float | None:
+        """Mean loss over the held-out tokens: the same first windows every time.
+
+        Every rank has equally many batches, and between two of them the ranks agree on whether one
+        was told to end. Then the validation is dropped and None returned: launchers kill a job half
+        a minute after they told it, and a validation may take longer.
+        """
         if self.validation_batches is None:
             raise RuntimeError("validation.enable is false, so no held-out data was opened")
         with self.metrics.timer.phase("validation"):
             self.model.eval()
-            total = torch.zeros(
-                2, dtype=torch.float64, device=self.device
-            )  # sum of losses, number of tokens
+            dropped = False
+            # sum of losses, number of tokens
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for tokens, labels in self.validation_batches:
+                dropped = self.checkpointer.preempted()
+                if dropped:
+                    break
                 tokens, labels = tokens.to(self.device), labels.to(self.device)
                 total[0] += self.strategy.model(tokens, labels)
                 total[1] += (labels != IGNORE_INDEX).sum()
             self.model.train()
-            dist.all_reduce(total)
-            loss_sum, count = total.tolist()
+            if not dropped:
+                dist.all_reduce(total)
+        if dropped:
+            if self.world.rank == 0:
+                logger.warning("step %d: validation dropped: told to end by a signal", step)
+            return None
+        loss_sum, count = total.tolist()
         self.metrics.log_validation(step, loss_sum / count, int(count))
         return loss_sum / count
 

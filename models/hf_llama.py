@@ -34,7 +34,78 @@ _LAYER_NAMES = {
 }
 _TOP_FQNS = {name: fqn for fqn, name in _TOP_NAMES.items()}
 _LAYER_FQNS = {name: fqn for fqn, name in _LAYER_NAMES.items()}
-_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+# Every key of config.json falls in one of the groups below, or is refused. Their meaning is that of transformers'
+# LlamaConfig and PreTrainedConfig, versions 4.28 to 5: https://huggingface.co/docs/transformers/model_doc/llama
+_REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+_WHOLE_NUMBERS = (*_REQUIRED, "num_key_value_heads", "max_position_embeddings")
+_READ = frozenset(
+    {
+        *_WHOLE_NUMBERS,
+        "model_type",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "bos_token_id",
+        "eos_token_id",
+    }
+)
+_LLAMA3_ROPE = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+"""In the order of RopeScaling's fields."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "architectures": (["LlamaForCausalLM"],),
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "tie_word_embeddings": (False, True),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "use_sliding_window": (False,),
+    "pruned_heads": ({},),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+}
+"""Keys that are not read, with the values under which the model is ours."""
+_HARMLESS_BY_USE = {
+    "where the file comes from, how it is to be loaded": (
+        "_name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype "
+        "attn_implementation _attn_implementation _attn_implementation_autoset"
+    ),
+    "training: initial values, regularisation, memory": (
+        "initializer_range attention_dropout gradient_checkpointing"
+    ),
+    "the same products in other pieces, a cache, the form of outputs": (
+        "pretraining_tp chunk_size_feed_forward use_cache is_decoder output_attentions "
+        "output_hidden_states return_dict use_return_dict torchscript use_bfloat16 tf_legacy_loss"
+    ),
+    "text in and out; heads of other tasks, whose tensors are refused": (
+        "pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix finetuning_task "
+        "task_specific_params id2label label2id num_labels problem_type"
+    ),
+    "generation, which older files keep here": (
+        "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+        "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+        "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+        "begin_suppress_tokens"
+    ),
+}
+_HARMLESS = frozenset(" ".join(_HARMLESS_BY_USE.values()).split())
+"""Keys that change nothing of what the weights compute."""
 _ROTATED = ("attention.wq.weight", "attention.wk.weight")
 
 
@@ -55,6 +126,11 @@ def fqn_of(name: str) -> str:
             "weights are not supported)"
         )
     return fqn
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether `name` is the rotary table of an old checkpoint, which follows from config.json."""
+    return _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def to_hf(fqn: str, tensor: Tensor, flavor: LlamaFlavor) -> tuple[str, Tensor]:
@@ -109,52 +185,115 @@ def to_hf_config(
 
 
 def from_hf_config(config: Mapping[str, Any]) -> LlamaFlavor:
-    """The flavor that a config.json describes; ValueError where this model cannot be that one."""
+    """The flavor that a config.json describes; ValueError where this model cannot be that one.
+
+    A key that is neither read nor known to be harmless is refused, because it may change what the
+    model computes, and nothing after the conversion would show it.
+    """
     if config.get("model_type") != "llama":  # first: other models' keys have other names
         raise ValueError(
             f"config.json: model_type is {config.get('model_type')!r}; only 'llama' can be converted"
         )
-    missing = [key for key in _REQUIRED if not config.get(key)]
+    missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    expected = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
-    }
-    for key, value in expected.items():
-        if config.get(key) not in (value, None):
-            raise ValueError(
-                f"config.json: {key} is {config[key]!r}; only {value!r} can be converted"
-            )
-    # transformers 5 writes one table, rope_parameters; before that there were two keys.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for key in _WHOLE_NUMBERS:
+        _check_number(key, config.get(key), int)
+    _check_number("rms_norm_eps", config.get("rms_norm_eps"), float)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    _refuse_others(config, {**_ONLY, "head_dim": (head_dim,)}, _READ | _HARMLESS)
+    theta, scaling = _rope_of(config)
     return LlamaFlavor(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
         n_heads=config["num_attention_heads"],
         n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         ffn_hidden_dim=config["intermediate_size"],
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        rope_scaling=_rope_scaling(rope),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=config.get("rms_norm_eps") or 1e-6,
     )
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _refuse_others(
+    table: Mapping[str, Any],
+    only: Mapping[str, tuple[Any, ...]],
+    known: frozenset[str],
+    prefix: str = "",
+) -> None:
+    """ValueError, with key and value, unless every key is `known`, has a value in `only`, or is null (not set)."""
+    for key, value in table.items():
+        if value is None or key in known or value in only.get(key, ()):
+            continue
+        if key in only:
+            wanted = " or ".join(map(repr, only[key]))
+            raise ValueError(
+                f"config.json: {prefix}{key} is {value!r}; only {wanted} can be converted"
+            )
+        raise ValueError(
+            f"config.json: {prefix}{key} is {value!r}, a key that is not known here and may change what the model "
+            "computes. If it does not, remove it from config.json"
+        )
+
+
+def _check_number(key: str, value: Any, kind: type[int] | type[float]) -> None:
+    """ValueError unless `value` is null or a positive number of that kind."""
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if value is None or (number and 0 < value < float("inf")):
+        return
+    wanted = "whole number" if kind is int else "number"
+    raise ValueError(f"config.json: {key} is {value!r}; it must be a positive {wanted}")
+
+
+def _rope_of(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """theta and scaling: transformers 5 writes one table, rope_parameters; before that there were two keys."""
+    tables = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    for key in tables:
+        if not isinstance(config[key], Mapping):
+            raise ValueError(f"config.json: {key} is {config[key]!r}; it must be a table")
+    table = config[tables[0]] if tables else {}
+    prefix = f"{tables[0]}." if tables else ""
+    kind = _one_value(
+        {f"{prefix}rope_type": table.get("rope_type"), f"{prefix}type": table.get("type")},
+        default="default",
+    )
+    if kind not in ("default", "llama3"):
+        raise ValueError(
+            f"config.json: {prefix}rope_type is {kind!r}; only 'default' and 'llama3' can be converted"
+        )
+    if len(tables) == 2:
+        _one_value({key: dict(config[key]) for key in tables}, default=None)
+    read = frozenset(_LLAMA3_ROPE if kind == "llama3" else ()) | {"rope_theta", "rope_type", "type"}
+    _refuse_others(table, {"partial_rotary_factor": (1.0,)}, read, prefix)
+    theta = _one_value(
+        {"rope_theta": config.get("rope_theta"), f"{prefix}rope_theta": table.get("rope_theta")},
+        default=10_000.0,
+    )
+    _check_number("rope_theta", theta, float)
     if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"config.json: rope_type {kind!r} is not supported, only llama3 is")
-    return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_seq_len=rope["original_max_position_embeddings"],
-    )
+        return float(theta), None
+    missing = [key for key in _LLAMA3_ROPE if table.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json: {prefix[:-1]} lacks {', '.join(missing)}")
+    for key in _LLAMA3_ROPE:
+        _check_number(prefix + key, table[key], int if key.startswith("original") else float)
+    if table["high_freq_factor"] <= table["low_freq_factor"]:
+        raise ValueError(
+            f"config.json: {prefix}high_freq_factor is {table['high_freq_factor']}; it must be above low_freq_factor, "
+            f"{table['low_freq_factor']}"
+        )
+    return float(theta), RopeScaling(*(table[key] for key in _LLAMA3_ROPE))
+
+
+def _one_value(named: Mapping[str, Any], default: Any) -> Any:
+    """The value that one or several keys give, null being none; ValueError if they differ."""
+    given = {key: value for key, value in named.items() if value is not None}
+    first, *others = given.values() or [default]
+    if any(other != first for other in others):
+        differing = ", but ".join(f"{key} is {value!r}" for key, value in given.items())
+        raise ValueError(f"config.json: {differing}; remove the one that does not hold")
+    return first
 
 
 def _translate(

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import os
 import platform
 import shlex
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(
@@ -33,10 +30,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces it
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.mesh import World, init_world
 from matrixtitan.metrics import peak_flops
+from matrixtitan.ranks import split_batch
 from models.llama import Llama
 from tools import bench_report
 from tools.bench_measure import (
@@ -58,12 +59,6 @@ COMMUNICATION_REPEATS = 5
 
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse_arguments(argv)
-    if importlib.util.find_spec("matplotlib") is None:
-        print(
-            "bench: matplotlib is missing; install the plots extra (pip install -e '.[plots]')",
-            file=sys.stderr,
-        )
-        return 2
     try:
         # the corpus is its own: what a config would train on need not be here
         own = shlex.split(EMBEDDED_OVERRIDES)
@@ -98,7 +93,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--output",
         type=Path,
         default=Path("outputs/bench"),
-        help="folder of bench.json, .md and .png",
+        help="folder of bench.json, .md and, with matplotlib, .png",
     )
     parser.add_argument(
         "--vocab-size",
@@ -115,47 +110,41 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def launch(nproc: int, argv: Sequence[str]) -> int:
-    """Start the ranks on this machine; the first failure ends the others and is returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))
-        ),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *argv],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+    """Start the ranks on this machine, as torchrun does; the first failure ends the others and is returned."""
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # which the ranks inherit
+    with TemporaryDirectory(prefix="bench_") as errors:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="bench",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",  # any free port
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
-        for rank in range(nproc)
-    ]
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [code for code in codes if code]
-            if failed or None not in codes:
-                return failed[0] if failed else 0
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        try:
+            elastic_launch(config, sys.executable)(__file__, *argv)
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            print(f"bench: rank {rank} failed: {failure.message}", file=sys.stderr)
+            return failure.exitcode
+        except SignalException as ended:
+            return 128 + ended.sigval
+    return 0
 
 
 def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
     """Measure all strategies together with the other ranks; the first one reports."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with init_world(config) as world:
-        corpus = Corpus(
-            world, config.training.local_batch_size * world.size, config.training.seq_len
+        training = config.training
+        local_batch_size = (
+            training.local_batch_size or split_batch(training, world.size).local_batch_size
         )
+        corpus = Corpus(world, local_batch_size * world.size, training.seq_len)
         contenders = [
             Contender(name, config, world, corpus, options.vocab_size)
             for name in options.strategies
@@ -165,8 +154,7 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
         rate = torch.tensor(matmul_flops(world.device), dtype=torch.float64, device=world.device)
         dist.all_reduce(rate)
         mine = {contender.name: contender.finish() for contender in contenders}
-        ranks: list[Any] = [None] * world.size
-        dist.all_gather_object(ranks, mine)
+        ranks = world.gather_objects(mine)
         if world.rank == 0:
             report = describe(config, world, corpus, model, command)
             report["matmul_flops_per_rank"] = rate.item() / world.size
@@ -210,7 +198,7 @@ def describe(
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name()
     return {
         "world_size": world.size,
-        "ns_steps": config.optimizer.ns_steps,
+        "ns_steps": getattr(config.optimizer.rule, "ns_steps", None),
         "model": {
             "name": config.model.name,
             "flavor": config.model.flavor,

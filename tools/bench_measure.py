@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
 
+from matrixtitan.assemble import assemble
 from matrixtitan.config import Config
 from matrixtitan.mesh import World
-from matrixtitan.parallelize import dtype_of, parallelize
 from matrixtitan.strategies.collective_counter import CollectiveCounter
-from models import build_model
 
 VOCAB_SIZE = 256  # bytes: the corpus has no other tokens
 CORPUS_BYTES = 1 << 21
@@ -112,7 +111,7 @@ class Contender:
     """One strategy's model and optimizers, and its measurements so far."""
 
     def __init__(
-        self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int = VOCAB_SIZE
+        self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int
     ) -> None:
         self.name = name
         self.measured = Measurements()
@@ -121,25 +120,9 @@ class Contender:
         self._max_norm = config.training.max_norm
         self._step = 0
         self._losses: list[Tensor] = []
-        with torch.device("meta"):
-            model = build_model(
-                config.model.name,
-                config.model.flavor,
-                vocab_size=vocab_size,
-                max_seq_len=config.training.seq_len,
-                tie_embeddings=config.model.tie_embeddings,
-            )
-        model.to(dtype_of(config.training.dtype))
-        self.model = model
-        built = parallelize(model, strategy_config(config, name), world.mesh, world.device)
-        self._strategy, self.close = built.strategy, built.close
-
-        def init_rows(fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
-            model.init_rows(fqn, full_shape, start, out, config.debug.seed)
-
-        self._strategy.materialize(init_rows)
-        model.init_buffers(world.device)
-        self._optimizers = self._strategy.build_optimizers(config.optimizer)
+        self.model, self._strategy, self._optimizers = assemble(
+            strategy_config(config, name), vocab_size, world
+        )
 
     def forward_backward(self) -> None:
         tokens, labels = self._corpus.batch(self._step)
@@ -159,7 +142,7 @@ class Contender:
 
     def finish(self) -> Measurements:
         self.measured.losses = [loss.item() for loss in self._losses]
-        self.close()
+        self._strategy.close()
         return self.measured
 
     # --- samples -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from tools.bench_measure import Measurements
+from tools.pictures import pyplot_for
 
 REFERENCE = "matrix_fsdp"
 RATIOS = ("fwd_bwd_ms", "optimizer_ms", "step_ms", "resident_bytes_max", "peak_memory_bytes")
@@ -177,7 +178,7 @@ def _megabytes(nbytes: float) -> str:
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
-    """bench.json, bench.md and bench.png in `folder`."""
+    """bench.json, bench.md and, where there is matplotlib, bench.png in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "bench.md").write_text(table(report))
@@ -185,11 +186,9 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def _draw(report: Mapping[str, Any], path: Path) -> None:
-    import matplotlib as mpl  # in the plots extra; bench.py asks for it before it measures
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot_for(path)
+    if plt is None:
+        return
     names = list(report["strategies"])
     figure, axes = plt.subplots(1, 3, figsize=(13, 1.5 + 0.45 * len(names)), sharey=True)
     for axis, key, title in zip(

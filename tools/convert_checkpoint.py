@@ -43,9 +43,17 @@ from matrixtitan.checkpoint.metadata import METADATA_FILE
 from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, find_checkpoint
 from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
-from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
 from models import MODELS
-from models.hf_llama import fqn_of, from_hf, from_hf_config, hf_name, to_hf, to_hf_config
+from models.hf_llama import (
+    fqn_of,
+    from_hf,
+    from_hf_config,
+    hf_name,
+    is_rotary_buffer,
+    to_hf,
+    to_hf_config,
+)
 from models.layers import RopeScaling
 from models.llama import Llama, LlamaFlavor
 from tools.hf_tokenizer import write_tokenizer
@@ -54,6 +62,7 @@ from tools.in_place import in_place
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+COMPARED_ELEMENTS = 1 << 22  # at a time
 HF_INDEX, HF_SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -66,6 +75,7 @@ class LlamaModel:
     max_seq_len: int
     tie_embeddings: bool
     tokenizer_path: str | None = None
+    tokenizer_pattern: str = ""
     special_ids: Mapping[str, Any] | None = None  # bos_token_id and eos_token_id, from Hugging Face
 
     def build(self) -> Llama:
@@ -95,6 +105,7 @@ class LlamaModel:
             "shape": dataclasses.asdict(self.flavor),
             "tie_embeddings": self.tie_embeddings,
             "tokenizer_path": self.tokenizer_path,
+            "tokenizer_pattern": self.tokenizer_pattern,
             "special_ids": self.special_ids,
         }
         return {"model": model, "training": {"seq_len": self.max_seq_len}}
@@ -121,10 +132,16 @@ class Weights:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_weights(path: Path, step: int | None = None, tokenizer: str | None = None) -> Weights:
+def open_weights(
+    path: Path,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    tokenizer_pattern: str | None = None,
+) -> Weights:
     """The weights at `path`, whatever their format; `step` chooses one of our checkpoints in a folder of them.
 
-    `tokenizer` overrides what is recorded. ValueError or CheckpointError, naming the file and what is wrong with it.
+    `tokenizer` and its pattern override what is recorded. ValueError or CheckpointError, naming the file and what is
+    wrong with it.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -137,9 +154,15 @@ def open_weights(path: Path, step: int | None = None, tokenizer: str | None = No
         weights = _open_huggingface(path)
     else:
         weights = _open_matrixtitan(path, step)
-    if tokenizer is None:
-        return weights
-    model = dataclasses.replace(weights.model, tokenizer_path=tokenizer)
+    model = weights.model
+    if tokenizer is not None:
+        model = dataclasses.replace(model, tokenizer_path=tokenizer, tokenizer_pattern="")
+    if tokenizer_pattern is not None:
+        if model.tokenizer_path is None:
+            raise ValueError(
+                f"--tokenizer-pattern {tokenizer_pattern}: of which file? Give it with --tokenizer"
+            )
+        model = dataclasses.replace(model, tokenizer_pattern=tokenizer_pattern)
     return dataclasses.replace(weights, model=model)
 
 
@@ -209,6 +232,7 @@ def _model_of(config: Any, shapes: Mapping[str, torch.Size], where: Path) -> Lla
             max_seq_len=config["training"]["seq_len"],
             tie_embeddings="head.output.weight" not in shapes,
             tokenizer_path=section["tokenizer_path"],
+            tokenizer_pattern=section.get("tokenizer_pattern", ""),
             special_ids=section.get("special_ids"),
         )
     except (KeyError, TypeError) as error:
@@ -232,19 +256,29 @@ def _open_huggingface(folder: Path) -> Weights:
         flavor = from_hf_config(config)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    files, shapes, dtypes = {}, {}, {}
+    files: dict[str, Path] = {}
+    shapes, dtypes = {}, {}
+    doubled_output = None
     for path in _safetensors_files(folder):
         with _safetensors(path) as stored:
             for name in stored.keys():  # noqa: SIM118  (not a mapping)
-                # Old files list the rotary table; a tied model's output may be stored twice.
-                if name.endswith("rotary_emb.inv_freq") or (
-                    name == "lm_head.weight" and flavor.tie_embeddings
-                ):
+                if is_rotary_buffer(name):
                     continue
-                fqn = fqn_of(name)
+                if name == "lm_head.weight" and flavor.tie_embeddings:
+                    doubled_output = path
+                    continue
+                try:
+                    fqn = fqn_of(name)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from error
+                if fqn in files:
+                    raise ValueError(f"{folder}: {name} is in {files[fqn].name} and in {path.name}")
                 entry = stored.get_slice(name)
                 files[fqn], shapes[fqn] = path, torch.Size(entry.get_shape())
                 dtypes[fqn] = SAFETENSORS_DTYPES.get(entry.get_dtype(), torch.uint8)
+
+    if doubled_output is not None and "tok_embeddings.weight" in files:
+        _check_tied(files["tok_embeddings.weight"], doubled_output)
 
     def read(fqn: str) -> Tensor:
         with _safetensors(files[fqn]) as stored:
@@ -252,12 +286,36 @@ def _open_huggingface(folder: Path) -> Weights:
 
     model = LlamaModel(
         flavor,
-        vocab_size=config.get("vocab_size", 0),
-        max_seq_len=config.get("max_position_embeddings", 2048),
+        vocab_size=config["vocab_size"],
+        max_seq_len=config.get("max_position_embeddings") or 2048,
         tie_embeddings=flavor.tie_embeddings,
         special_ids={key: config.get(key) for key in ("bos_token_id", "eos_token_id")},
     )
     return _checked(Weights(model, dtypes, read), shapes, folder)
+
+
+def _check_tied(embedding_file: Path, output_file: Path) -> None:
+    """ValueError unless the output that a tied model stores a second time is the embedding, to the bit.
+
+    Refused, since transformers disagrees with itself: version 4 drops the output, version 5 uses it, untied.
+    """
+    with _safetensors(embedding_file) as first, _safetensors(output_file) as second:
+        embedding = first.get_slice("model.embed_tokens.weight")
+        output = second.get_slice("lm_head.weight")
+        shape = embedding.get_shape()
+        same = (shape, embedding.get_dtype()) == (output.get_shape(), output.get_dtype())
+        rows = max(1, COMPARED_ELEMENTS // max(1, shape[-1]))
+        for start in range(0, shape[0], rows):
+            pair = (stored[start : start + rows] for stored in (embedding, output))
+            same = same and torch.equal(*(part.view(torch.uint8) for part in pair))
+            if not same:
+                break
+    if not same:
+        raise ValueError(
+            f"{output_file}: config.json says tie_word_embeddings, but lm_head.weight is not the embedding. Set "
+            "tie_word_embeddings to false to keep both (as transformers 5 reads the files), or remove lm_head.weight "
+            "(which transformers 4 ignores)"
+        )
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -270,6 +328,12 @@ def _safetensors_files(folder: Path) -> list[Path]:
                 f"{folder} has no file {name!r}: weights are read from {HF_SINGLE} or the files that {HF_INDEX} "
                 "names, and pytorch_model.bin is not read (save it anew with transformers' save_pretrained)"
             )
+    others = {path.name for path in folder.glob("*.safetensors")} - set(names)
+    if others:
+        raise ValueError(
+            f"{folder} holds {min(others)} ({len(others)} files) beside the model's files, and would not read it: move "
+            "it away if it is no part of the model; merge an adapter into the weights first"
+        )
     return [folder / name for name in names]
 
 
@@ -339,8 +403,7 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
         for fqn, shape in weights.shapes.items()
     }
     with in_place(output) as written:
-        step = folders.writing_folder(written, 0)
-        step.mkdir(parents=True)
+        step = folders.make_writing_folder(written, 0)
         writer = ChecksummedWriter(step)
         # DCP keeps all tensors of a file until the file is done, so each has a file of its own.
         writer.single_file_per_rank = False
@@ -357,7 +420,7 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
             checksums.files[name] = digest((step / name).read_bytes())
         checksums.files[METADATA_FILE] = digest((step / METADATA_FILE).read_bytes())
         folders.write_file(step / CHECKSUMS_FILE, checksums.to_bytes())
-        folders.publish(written, 0)
+        folders.publish(written, 0, step)
 
 
 class _ReadWhenWritten(DefaultSavePlanner):
@@ -427,11 +490,11 @@ def _tokenizer_of(model: LlamaModel) -> Tokenizer | None:
     if model.tokenizer_path is None:
         return None
     try:
-        tokenizer = load_tokenizer(model.tokenizer_path)
+        tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_pattern)
         check_vocab(tokenizer, model.vocab_size)
     except ValueError as error:
         raise ValueError(
-            f"the model's tokenizer is not there; give its rank file with --tokenizer. {error}"
+            f"the model's tokenizer cannot be read; give its rank file with --tokenizer. {error}"
         ) from error
     return tokenizer
 
@@ -491,7 +554,9 @@ def _write_safetensors(path: Path, weights: Weights, shapes: Mapping[str, torch.
 
 def convert(options: argparse.Namespace) -> str:
     """What was written, in a line or two. ValueError or CheckpointError for what cannot be converted."""
-    weights = open_weights(options.input, options.step, options.tokenizer)
+    weights = open_weights(
+        options.input, options.step, options.tokenizer, options.tokenizer_pattern
+    )
     if options.dtype:
         weights = weights.cast(DTYPES[options.dtype])
     if options.to == "huggingface":
@@ -527,6 +592,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="which of our checkpoints (default: the newest)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="round to this (default: as stored)")
     parser.add_argument("--tokenizer", help="rank file, where the input's record is missing or old")
+    parser.add_argument(
+        "--tokenizer-pattern",
+        choices=tuple(PATTERNS),
+        help="as model.tokenizer_pattern, for a rank file of no known family",
+    )
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default 5)"
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.checkpoint import CheckpointError
-from matrixtitan.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
 from models.llama import Llama
 from tools.convert_checkpoint import DTYPES, Weights, open_weights
 
@@ -95,7 +95,7 @@ def _tokenizer_of(weights: Weights) -> Tokenizer:
             "the checkpoint does not name its tokenizer: give its rank file with --tokenizer "
             '("" is the one that ships here)'
         )
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, weights.model.tokenizer_pattern)
     check_vocab(tokenizer, weights.model.vocab_size)
     return tokenizer
 
@@ -116,7 +116,9 @@ def run(options: argparse.Namespace) -> str:
         if not least <= getattr(options, name) <= most:
             and_most = f" and at most {most:g}" if most < inf else ""
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least:g}{and_most}")
-    weights = open_weights(options.checkpoint, options.step, options.tokenizer)
+    weights = open_weights(
+        options.checkpoint, options.step, options.tokenizer, options.tokenizer_pattern
+    )
     tokenizer = _tokenizer_of(weights)
     model = load_model(weights, _device(options.device), DTYPES[options.dtype])
     prompt = tokenizer.encode(options.prompt, bos=True)  # as every document began in training
@@ -146,6 +148,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=50, help="the likeliest k only; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="rank file, where the recorded one is not there")
+    parser.add_argument(
+        "--tokenizer-pattern",
+        choices=tuple(PATTERNS),
+        help="as model.tokenizer_pattern, for a rank file of no known family",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="to compute in")
     try:

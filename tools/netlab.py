@@ -129,7 +129,6 @@ class Netlab:
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": "eth0",
-            "TP_SOCKET_IFNAME": "eth0",
             "NCCL_SOCKET_IFNAME": "eth0",
             "NETLAB_RATE": self.rate,
         }

@@ -6,7 +6,7 @@
 Prints the owners, each rank's bytes and optimizer FLOPs, the traffic and predicted times of every
 strategy and transport, and each strategy's memory, term by term. Any `--section.key value` of the
 config may follow. Nothing is allocated and nothing measured: the formulas are in
-`matrixtitan/plan/`.
+`matrixtitan/plan/` and `matrixtitan/predict/`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from matrixtitan.config import (
 )
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.parallelize import model_specs, plan_settings
-from matrixtitan.plan.memory import Precision
 from matrixtitan.plan.planner import make_plan
-from matrixtitan.plan.report import Job, Machine, report
 from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.plan.transports import ALL_GATHER
+from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
+from matrixtitan.predict.memory import Precision
+from matrixtitan.predict.report import report
+from matrixtitan.predict.traffic import Job, Machine
 from models import build_model
 from models.llama import Llama
 
@@ -96,6 +99,7 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
         keep_all=parallelism.fsdp_reshard_after_forward == "never",
         prefetch=parallelism.prefetch,
         microbatches=options.microbatches,
+        transport=parallelism.transport,
     )
     machine = Machine(
         ranks_per_host=options.gpus_per_node,
@@ -104,12 +108,15 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
         message_seconds=options.message_us * 1e-6,
         backend=options.backend,
         memory_bytes=options.gpu_memory_gb * 1e9,
+        flops_rate=options.tflops * 1e12,
     )
     precision = Precision(
         stored=training.dtype,
         compute=training.mixed_precision_param,
         reduce=training.mixed_precision_reduce,
-        update=_update_dtype(config.optimizer.ns_dtype, options.backend),
+        update=_update_dtype(
+            getattr(config.optimizer.rule, "ns_dtype", "float32"), options.backend
+        ),
     )
     specs = model_specs(model, config)
     settings = plan_settings(config)
@@ -153,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory-gb", type=_rate, default=80.0, help="memory of a rank, in GB [80]"
     )
+    parser.add_argument(
+        "--tflops",
+        type=_rate,
+        default=150.0,
+        help="what a rank sustains in the optimizer, in TFLOP/s [150]",
+    )
     parser.add_argument("--vocab-size", type=_count, help="[the tokenizer's]")
     parser.add_argument(
         "--microbatches", type=_count, default=1, help="per rank and step, each reduced [1]"
@@ -193,7 +206,10 @@ def _vocabulary(
         path = config_from_dict(tomli.loads(file.read_text()), str(file)).model.tokenizer_path
         if path and not Path(path).expanduser().exists():
             return Vocabulary(LLAMA3_VOCAB, f"Llama 3's, since {path} is not here")
-    return Vocabulary(load_tokenizer(path).n_words, path or "the embedded tokenizer")
+    return Vocabulary(
+        load_tokenizer(path, config.model.tokenizer_pattern).n_words,
+        path or "the embedded tokenizer",
+    )
 
 
 def _gathered_once(model: Llama, reshard_after_forward: str) -> list[str]:
@@ -255,7 +271,14 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"balance.optimizer_flops  {balance['optimizer_flops']:.4f}" + (
         iteration if figures["matrix_optimizer"] == "muon" else ""
     )
-    for section in (_owner_lines, _rank_lines, _unit_lines, _traffic_lines, _memory_lines):
+    for section in (
+        _owner_lines,
+        _rank_lines,
+        _unit_lines,
+        _traffic_lines,
+        _memory_lines,
+        _degree_lines,
+    ):
         yield ""
         yield from section(figures)
 
@@ -312,15 +335,16 @@ def _unit_lines(figures: dict[str, Any]) -> Iterator[str]:
     chosen = sorted({0, len(units) // 2, len(units) - 1}) if units else []
     yield (
         f"{'one unshard, ms':<18}{'MB':>10}{'owners':>8}{'min share':>11}{'max share':>11}"
-        f"{'grouped':>10}{'ring':>10}{'star':>10}{'all-gather':>12}  auto"
+        + "".join(f"{name:>10}" for name in figures["transports"])
+        + f"{'all-gather':>12}  auto"
     )
     for unit in (units[index] for index in chosen):
         times = unit["unshard_seconds"]
         yield (
             f"{unit['name']:<18}{unit['bytes'] / 1e6:>10.1f}{unit['owners']:>8}"
             f"{_share(unit, 'min_share'):>11}{_share(unit, 'max_share'):>11}"
-            + "".join(f"{times[name] * 1e3:>10.2f}" for name in ("grouped", "ring", "star"))
-            + f"{times['all_gather'] * 1e3:>12.2f}  {unit['auto']}"
+            + "".join(f"{times[name] * 1e3:>10.2f}" for name in figures["transports"])
+            + f"{times[ALL_GATHER] * 1e3:>12.2f}  {unit['auto']}"
         )
 
 
@@ -361,6 +385,61 @@ def _memory_lines(figures: dict[str, Any]) -> Iterator[str]:
         for term in memory["terms"]:
             line = f"    {term['name']:<34}{term['dtype']:<10}{_size(term['bytes']):>10}"
             yield line + PHASE_NOTES[term["phase"]]
+
+
+def _degree_lines(figures: dict[str, Any]) -> Iterator[str]:
+    """The degrees to choose from, the best of each criterion, and the keys that set them."""
+    degrees = figures["degrees"]
+    marks = {"least_memory": "least memory", "fastest": "fastest"}
+    yield (
+        f"degrees for {figures['world_size']} ranks: bytes of the fullest rank; ms of traffic (not "
+        f"hidden) and optimizer; within {CLOSE - 1:.0%} counts as equal"
+    )
+    yield (
+        f"  {'shards x replicas':<18}{'resident':>11}{'max/mean':>10}{'no matrix':>11}{'peak':>11}"
+        f"{'a link':>11}{'traffic':>12}{'optimizer':>11}{'both':>12}"
+    )
+    for row in degrees["candidates"]:
+        notes = [mark for key, mark in marks.items() if degrees[key] == row["shards"]]
+        notes += ["this job"] if row["shards"] == figures["shard_ranks"] else []
+        notes += [] if row["fits"] else ["DOES NOT FIT"]
+        pair = f"{row['shards']} x {row['replicas']}"
+        sizes = (_size(row[key]) for key in ("peak_bytes", "link_bytes"))
+        times = (row["traffic_seconds"], row["optimizer_seconds"], row["step_seconds"])
+        widths = (12, 11, 12)
+        line = (
+            f"  {pair:<18}{_size(row['fullest_bytes']):>11}{row['max_over_mean']:>10.2f}"
+            f"{row['idle_ranks']:>11}"
+            + "".join(f"{size:>11}" for size in sizes)
+            + "".join(f"{1e3 * t:>{width}.1f}" for t, width in zip(times, widths, strict=True))
+        )
+        yield f"{line}  {', '.join(notes)}".rstrip()
+    if degrees["skipped"]:
+        most = max(degrees["skipped"])
+        yield f"  {most} x {figures['world_size'] // most} or fewer shards: weights and states alone do not fit"
+    for degree, reason in degrees["refused"].items():
+        yield f"  {degree} shards: {reason}"
+    yield from _recommended(degrees, figures["shard_ranks"])
+
+
+def _recommended(degrees: dict[str, Any], shard_ranks: int) -> Iterator[str]:
+    rows = {row["shards"]: row for row in degrees["candidates"]}
+    least, fastest, even = (degrees[key] for key in ("least_memory", "fastest", "even"))
+    if fastest is None:
+        yield "no degrees fit in a rank's memory; these come nearest:"
+    picks = {"least memory": least, "fastest": fastest}
+    if least == fastest:
+        picks = {"recommended, least memory and fastest": least}
+    if even and even not in (least, fastest) and rows[least]["idle_ranks"]:
+        picks["most shards with a matrix on every rank"] = even
+    for title, shards in picks.items():
+        if shards is None:
+            continue
+        row = rows[shards]
+        same = " (as this job has it)" if shards == shard_ranks else ""
+        yield f"{title}: {shards} x {row['replicas']}{same}"
+        yield from (f"    {line}" for line in degree_toml(shards, row["replicas"]))
+        yield f"  or {degree_flags(shards, row['replicas'])}"
 
 
 def _size(size: float) -> str:

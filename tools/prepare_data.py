@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from matrixtitan.config import DataConfig
 from matrixtitan.data.prepare import SHARD_TOKENS, TextSource, tokenize
 from matrixtitan.data.sources import TEXT_SOURCES
-from matrixtitan.data.tokenizer import load_tokenizer
+from matrixtitan.data.tokenizer import PATTERNS, load_tokenizer
 from matrixtitan.log import init_logger
 from tools.in_place import in_place
 
@@ -38,6 +38,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--field", default="text", help="the field of a JSONL record (default text)"
     )
     parser.add_argument("--tokenizer", default="", help="rank file; the one that ships if left out")
+    parser.add_argument(
+        "--tokenizer-pattern",
+        choices=tuple(PATTERNS),
+        default="",
+        help="as model.tokenizer_pattern, for a rank file of no known family",
+    )
     parser.add_argument(
         "--validation-fraction",
         type=float,
@@ -58,7 +64,7 @@ def prepare(args: argparse.Namespace) -> None:
         raise ValueError(f"--validation-fraction {args.validation_fraction} is not from 0 to 1")
     if args.shard_tokens < 1 or (args.threads is not None and args.threads < 1):
         raise ValueError("--shard-tokens and --threads must be at least 1")
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer, args.tokenizer_pattern)
     with in_place(args.output) as building:
         building.mkdir()
         counts = tokenize(
@@ -71,10 +77,7 @@ def prepare(args: argparse.Namespace) -> None:
             num_threads=args.threads,
         )
         (building / "counts.json").write_text(json.dumps(asdict(counts)))
-    print(
-        f"{args.output}: {sum(counts.documents):,} documents, {sum(counts.tokens):,} tokens, "
-        f"{counts.tokens[1]:,} of them held out, {counts.skipped:,} bad records skipped"
-    )
+    print(f"{args.output}: {counts}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Train configs over a grid of settings; a table and a plot of validation losses come out.
+"""Train configs over a grid of settings; a table and, with matplotlib, a plot of validation losses come out.
 
     python tools/sweep.py --config debug_soap,debug_adamw --nproc 2 --grid optimizer.lr=0.002,0.004 \\
         --grid debug.seed=0,1,2
@@ -27,12 +27,16 @@ from statistics import mean
 from typing import Any
 from urllib.parse import quote
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matrixtitan.curves import FILE_NAME, Curve, read_curves
+from tools.pictures import pyplot_for
+
 ROOT = Path(__file__).resolve().parent.parent
 SEED = "debug.seed"
 LONGEST_NAME = 200
 
 Settings = dict[str, str]
-Curve = list[tuple[int, float]]  # (step, loss)
 
 
 @dataclass(frozen=True)
@@ -102,20 +106,10 @@ def run(settings: Settings, fixed: Sequence[str], nproc: int, folder: Path) -> R
         raise RuntimeError(
             f"{settings} failed with exit code {done.returncode}; {log} ends with\n{end}"
         )
-    scalars = read_scalars(folder / "tb")
-    first, *later = [value for _, value in scalars["time/optimizer_ms"]]
+    curves = read_curves(folder / FILE_NAME)
+    first, *later = [value for _, value in curves["time/optimizer_ms"]]
     optimizer_ms = mean(later or [first])  # the first step also loads libraries and allocates
-    return Result(settings, scalars["loss/validation"], optimizer_ms, seconds)
-
-
-def read_scalars(folder: Path) -> dict[str, Curve]:
-    """Every curve that TensorBoard has of a run."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return Result(settings, curves["loss/validation"], optimizer_ms, seconds)
 
 
 def load_results(path: Path) -> list[Result]:
@@ -168,11 +162,9 @@ def table(results: Sequence[Result]) -> str:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Validation loss over steps, a line for each setting, its seeds averaged."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot_for(path)
+    if plt is None:
+        return
     figure, axes = plt.subplots(figsize=(9, 6))
     for settings, group in by_settings(results):
         steps = [step for step, _ in group[0].validation]

@@ -3,7 +3,8 @@
     python tools/train_tokenizer.py --output my.tiktoken --vocab-size 32768 --type text --path 'corpus/**/*.txt'
 
 Without --path it trains on the running interpreter's standard library; so the tokenizer that ships was made. The file
-holds vocab_size - 2 ranks: `load_tokenizer` puts BOS and EOS after them. Needs the `tools` extra (`tokenizers`).
+holds vocab_size - 2 ranks: `load_tokenizer` puts BOS and EOS after them. It knows the file by its mark,
+`my.tiktoken.meta.json`: keep the two together. Needs the `tools` extra (`tokenizers`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import (
-    LLAMA3_PATTERN,
+    PATTERNS,
     cut_long_runs,
     load_tokenizer,
+    mark_file,
     valid_unicode,
+    write_mark,
     write_ranks,
 )
+from matrixtitan.log import get_logger, init_logger
 from tools.hf_tokenizer import characters_of_bytes
 from tools.in_place import in_place
 
+logger = get_logger()
+
+PATTERN = "llama3"
 NUM_SPECIAL_TOKENS = 2
 LEAST_VOCAB, MOST_VOCAB = 256 + NUM_SPECIAL_TOKENS, 10**7  # for more the trainer runs out of memory
 
@@ -37,7 +44,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(PATTERNS[PATTERN]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -68,8 +75,10 @@ def train_file(args: argparse.Namespace) -> None:
         )
     kind = args.type if args.path else "python_stdlib"
     files = find_files(kind, args.path or "", key="--path")
-    with in_place(args.output) as unchecked:
-        trained = train(map(valid_unicode, read_texts(kind, files, args.field)), args.vocab_size)
+    logger.info("--path: %s files", f"{len(files):,}")
+    with in_place(mark_file(args.output)) as mark, in_place(args.output) as unchecked:
+        texts = read_texts(kind, files, args.field, "--path")
+        trained = train(map(valid_unicode, texts), args.vocab_size)
         tokens = tokens_in_rank_order(trained)
         if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
             raise ValueError(
@@ -77,22 +86,24 @@ def train_file(args: argparse.Namespace) -> None:
                 "added; give more text or choose that size"
             )
         write_ranks(unchecked, tokens)
-        written = load_tokenizer(str(unchecked))
+        written = load_tokenizer(str(unchecked), PATTERN)
         if written.n_words != args.vocab_size:
             raise ValueError(
                 f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is known by "
                 "its size; choose another"
             )
         count = characters = 0
-        for text in map(valid_unicode, read_texts(kind, files, args.field)):
+        again = read_texts(kind, files, args.field, "--path", quiet=True)
+        for text in map(valid_unicode, again):
             ids = written.encode(text)
             if ids != [i for piece in cut_long_runs(text) for i in trained.encode(piece).ids]:
                 raise ValueError(
                     f"{args.output}: tiktoken and the trainer split a text in different tokens: {text[:200]!r}"
                 )
             count, characters = count + len(ids), characters + len(text)
+        write_mark(mark, PATTERN, written.fingerprint)
     print(
-        f"{args.output}: {args.vocab_size} tokens, {characters / max(count, 1):.2f} characters a token on its text"
+        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters a token on its text"
     )
 
 
@@ -118,4 +129,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    init_logger()
     main()

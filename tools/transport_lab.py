@@ -1,4 +1,4 @@
-"""Time every transport on a plan's units and compare with `plan/cost.py`: seconds, and bytes through the interface.
+"""Time every transport on a plan's units and compare with its price: seconds, and bytes through the interface.
 
     python tools/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- python tools/transport_lab.py --rate 10mbit
     torchrun --nproc-per-node 4 tools/transport_lab.py
@@ -7,7 +7,8 @@ Every rank runs it. Transports take turns; medians of the slowest rank. A messag
 takes, in the same rounds, with a few bytes of each owner; the rest of a prediction is bytes over the rate. `--check`
 fails where a time is more than 20% from its formula, or the ring's bytes are more than 5% above. `--overlap` computes
 meanwhile, for about as long, and says how much of the shorter of the two was hidden. Owns only these comparisons.
-Next: `matrixtitan/fsdp/transports.py`.
+Next: `matrixtitan/fsdp/transports.py`, and
+`matrixtitan/plan/transports.py` for the prices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,20 +27,18 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
-from matrixtitan.fsdp.api import TRANSPORTS
-from matrixtitan.fsdp.transports import Piece
-from matrixtitan.fsdp.transports import Transport as Mover
+from matrixtitan.fsdp.transports import OwnedTensor, Transport, runtime_class
 from matrixtitan.mesh import World, init_world
 from matrixtitan.parallelize import model_specs
-from matrixtitan.plan.cost import (
+from matrixtitan.plan.cost import unit_shares
+from matrixtitan.plan.planner import make_plan
+from matrixtitan.plan.transports import (
+    TRANSPORTS,
     Direction,
-    Transport,
     transport_bytes,
     transport_messages,
     transport_seconds,
-    unit_shares,
 )
-from matrixtitan.plan.planner import make_plan
 from models import build_model
 from tools.bench_measure import WireCounter
 
@@ -72,8 +71,12 @@ class Moved(NamedTuple):
     received: int
 
 
-def move(transport: Mover, direction: Direction, shares: Sequence[int], wire: WireCounter) -> Moved:
-    pieces = [Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share]
+def move(
+    transport: Transport, direction: Direction, shares: Sequence[int], wire: WireCounter
+) -> Moved:
+    pieces = [
+        OwnedTensor(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+    ]
     dist.barrier()
     sent, received, start = wire.sent() or 0, wire.received() or 0, time.perf_counter()
     for work in getattr(transport, direction)(pieces):
@@ -91,7 +94,7 @@ def largest(value: float) -> float:
 
 
 def compare(
-    name: Transport,
+    name: str,
     direction: Direction,
     samples: Sequence[Moved],
     without_bytes: Sequence[Moved],
@@ -138,12 +141,14 @@ def seconds_of(act: Callable[[], None]) -> float:
     return largest(time.perf_counter() - start)
 
 
-def hidden(transport: Mover, direction: Direction, shares: Sequence[int], rounds: int) -> float:
+def hidden(transport: Transport, direction: Direction, shares: Sequence[int], rounds: int) -> float:
     """How much of moving or computing, whichever is shorter, takes no time beside the other: 0 to 1, by medians."""
 
     def moving(count: int) -> None:
         pieces = [
-            Piece(owner, torch.ones(share // 4)) for owner, share in enumerate(shares) if share
+            OwnedTensor(owner, torch.ones(share // 4))
+            for owner, share in enumerate(shares)
+            if share
         ]
         works = getattr(transport, direction)(pieces)
         compute(count)
@@ -165,7 +170,7 @@ def hidden(transport: Mover, direction: Direction, shares: Sequence[int], rounds
 
 
 def step_of_ring(
-    ring: Mover, units: Sequence[Sequence[int]], rank: int, wire: WireCounter
+    ring: Transport, units: Sequence[Sequence[int]], rank: int, wire: WireCounter
 ) -> float:
     """Bytes of a step over this rank's due, the worst rank's: every unit gathered twice and reduced once.
 
@@ -203,7 +208,11 @@ def measure(world: World, arguments: argparse.Namespace) -> bool:
     """Print the tables; whether all is as the formulas say."""
     wire = WireCounter(world)
     counted = wire.interface not in (None, "lo")  # loopback's counter is all ranks'
-    transports = {name: kind(dist.new_group()) for name, kind in TRANSPORTS.items()}
+    transports = {
+        name: runtime_class(name)(dist.new_group())
+        for name, spec in TRANSPORTS.items()
+        if spec.runs_on("gloo")
+    }
     units = shares_of_units(arguments.flavor, arguments.vocab_size, world.size)
     good = True
 
@@ -234,7 +243,7 @@ def measure(world: World, arguments: argparse.Namespace) -> bool:
         )
         for (name, direction), moves in samples.items():
             line, as_predicted = compare(
-                cast(Transport, name),
+                name,
                 direction,
                 moves,
                 without_bytes[name, direction],

@@ -31,6 +31,7 @@ from matrixtitan.checkpoint.collective import describe, from_rank_0, together
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
+from matrixtitan.checkpoint.rate_changes import rate_changes
 from matrixtitan.checkpoint.reading import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -53,7 +54,7 @@ from matrixtitan.checkpoint.state import (
     train_state_tensors,
 )
 from matrixtitan.checkpoint.writing import write_checkpoint
-from matrixtitan.config import CheckpointConfig, Config
+from matrixtitan.config import CheckpointConfig, Config, tables, upgraded
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.plan.shard import Plan
@@ -91,13 +92,15 @@ class Checkpointer:
     ) -> None:
         self.config = config
         self.folder = Path(run.job.dump_folder) / config.folder
-        self._run = json.loads(json.dumps(dataclasses.asdict(run)))
+        self._run = json.loads(json.dumps(tables(run)))
         self._strategy = strategy
         self._optimizers = optimizers
         self._plan = plan
         self._data_stream = data_stream
         self._allow_data_change = run.data.allow_data_change
         self._saving: Future[Path] | None = None
+        self._saving_step: int | None = None
+        self._newest_saved: int | None = None
         self._ending = False
         """The save is the run's last: if it fails, training does not go on."""
         self._patience = run.comm.init_timeout_seconds
@@ -184,7 +187,7 @@ class Checkpointer:
             self._stop_or_log(error)
             return time.perf_counter() - started
         side_files = self._side_files(state, contents)
-        self._saving = Future()
+        self._saving, self._saving_step = Future(), step
         if self._stager is None or last or now:
             _fulfil(self._saving, lambda: self._write(step, tensors, side_files))
             self.wait()
@@ -225,8 +228,12 @@ class Checkpointer:
             self.wait()
 
     def preempted(self) -> bool:
-        """At a step boundary: True on all ranks if any of them was told to end. One tiny all-reduce."""
+        """True on all ranks if any of them was told to end. Collective: one tiny all-reduce."""
         return self._preemption is not None and self._preemption.agreed(self._control)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether this run's newest complete checkpoint is of `step`; the same on all ranks."""
+        return self._newest_saved == step
 
     def wait(self, within: float | None = None) -> None:
         """Until no save is under way. Its outcome is the same on all ranks, but for a CheckpointError after `within`
@@ -240,6 +247,7 @@ class Checkpointer:
             )
         try:
             saving.result()
+            self._newest_saved = self._saving_step
         except CheckpointError as error:
             self._stop_or_log(error)
 
@@ -299,16 +307,14 @@ class Checkpointer:
         """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is only logged."""
         if self.config.keep_latest_k == 0:
             return
-        complete, _ = folders.list_steps(self.folder)
+        try:
+            complete, _ = folders.list_steps(self.folder)
+        except OSError as error:
+            logger.warning("could not look for old checkpoints to delete: %s", error)
+            return
         for step in complete[self.config.keep_latest_k :]:
-            if step == saved:
-                continue
-            try:
-                folders.delete(self.folder, step)
-            except OSError as error:  # deleted by someone else, or not ours to delete: no reason to stop training
-                logger.warning(
-                    "could not delete the old %s: %s", folders.step_folder(self.folder, step), error
-                )
+            if step != saved:
+                folders.discard(folders.step_folder(self.folder, step))
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -376,8 +382,10 @@ class Checkpointer:
         )
 
     def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
-        saved = together(
-            self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
+        saved = upgraded(
+            together(
+                self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
+            )
         )
         changes = changed_keys(saved, self._run)
         if changes and self._rank == 0:
@@ -385,7 +393,11 @@ class Checkpointer:
                 "the configuration changed since %s: %s", stored.path.name, "; ".join(changes)
             )
         self._check_data(stored)
-        return self._load_from(stored, model_only=False)
+        state = self._load_from(stored, model_only=False)
+        if state is not None and self._rank == 0:
+            for line in rate_changes(saved, self._run, stored.path.name, state.step + 1):
+                logger.warning("%s", line)
+        return state
 
     def _check_data(self, stored: StoredCheckpoint) -> None:
         """Window number n must be the text that it was: compared by content, so files may have moved."""
@@ -507,7 +519,7 @@ class Checkpointer:
             self._lock = folders.lock(self.folder)
             for line in folders.recover(self.folder):
                 logger.warning("%s: %s", self.folder, line)
-            probe = self.folder / f".probe-{uuid.uuid4().hex}"
+            probe = self.folder / f"{folders.PROBE}{uuid.uuid4().hex}"
             folders.write_file(probe, b"")
             return probe.name
 
@@ -520,11 +532,11 @@ class Checkpointer:
             )
         finally:
             if self._rank == 0:
-                (self.folder / name).unlink(missing_ok=True)
+                folders.unlink_probe(self.folder / name)
 
     def _see(self, name: str) -> None:
         deadline = time.monotonic() + PROBE_SECONDS
-        while name not in (path.name for path in self.folder.glob(".probe-*")):
+        while name not in (path.name for path in self.folder.glob(f"{folders.PROBE}*")):
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; put "

@@ -2,7 +2,9 @@
 
 A checkpoint is written as `step-N.writing` and renamed to `step-N` when everything in it is on disk; one that is being
 replaced is `step-N.replaced` until then, and one being deleted is `step-N.deleting`. So a folder named `step-N` is
-complete at any moment, whenever the job is killed. Nothing here communicates: rank 0 alone changes the folder.
+complete at any moment, whenever the job is killed. What cannot be deleted (open files on NFS, no permission) is logged
+and stays, and later saves choose other names (`step-N.writing-2`). Links are unlinked, never followed. Nothing here
+communicates: rank 0 alone changes the folder.
 """
 
 from __future__ import annotations
@@ -23,15 +25,32 @@ from matrixtitan.log import get_logger
 logger = get_logger()
 
 _STEP = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+\.(writing|replaced|deleting)")
+_LEFTOVER = re.compile(r"(step-\d+)\.(writing|replaced|deleting)(?:-(\d+))?")
+PROBE = ".probe-"
+"""What the names of files begin with by which ranks see at start that they share the folder."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def writing_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.writing"
+def _free_name(final: Path, state: str) -> Path:
+    """`step-N.state`, or with a number behind where something that could not be deleted has that name."""
+    path, number = final.with_name(f"{final.name}.{state}"), 1
+    while os.path.lexists(path):
+        number += 1
+        path = final.with_name(f"{final.name}.{state}-{number}")
+    return path
+
+
+def make_writing_folder(folder: Path, step: int) -> Path:
+    """A new and empty folder to write the checkpoint of `step` into, whatever an earlier save left."""
+    left = folder / f"step-{step}.writing"
+    if os.path.lexists(left):
+        discard(left)
+    path = _free_name(step_folder(folder, step), "writing")
+    path.mkdir(parents=True)
+    return path
 
 
 def lock(folder: Path) -> BinaryIO:
@@ -58,11 +77,11 @@ def list_steps(folder: Path) -> tuple[list[int], list[str]]:
     """Steps of the complete checkpoints, newest first, and the names of incomplete ones."""
     complete, incomplete = [], []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir():
-            if (path / METADATA_FILE).exists() or (path / CHECKSUMS_FILE).exists():
-                complete.append(
-                    int(match[1])
-                )  # one of the two missing is damage, not an unfinished save
+        if match := _STEP.fullmatch(path.name):
+            # One of the two missing is damage, not an unfinished save. os.path.exists is False for what cannot be
+            # looked at too, such as a link to a disk that is gone.
+            if os.path.exists(path / METADATA_FILE) or os.path.exists(path / CHECKSUMS_FILE):
+                complete.append(int(match[1]))
             else:
                 incomplete.append(path.name)
         elif _LEFTOVER.fullmatch(path.name):
@@ -70,44 +89,76 @@ def list_steps(folder: Path) -> tuple[list[int], list[str]]:
     return sorted(complete, reverse=True), sorted(incomplete)
 
 
-def publish(folder: Path, step: int) -> Path:
-    """Make the checkpoint written for `step` complete, in place of an older one of the same step."""
-    final, written = step_folder(folder, step), writing_folder(folder, step)
-    replaced = folder / f"step-{step}.replaced"
+def publish(folder: Path, step: int, written: Path) -> Path:
+    """Make the checkpoint in `written` the complete one of `step`, in place of an older one."""
+    final = step_folder(folder, step)
     fsync_folder(written)
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
+    replaced = final.rename(_free_name(final, "replaced")) if os.path.lexists(final) else None
     written.rename(final)
     fsync_folder(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        discard(replaced)
     return final
 
 
 def recover(folder: Path) -> list[str]:
-    """Clear what a killed job left behind; return a line for each thing done. Only while nobody is saving."""
+    """Clear what a killed job left behind; return a line for each thing done. Only while nobody is saving.
+
+    What cannot be deleted is logged and stays. OSError only if a checkpoint cannot get its name back.
+    """
     done = []
-    for path in sorted(folder.iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
-        if not match:
-            continue
-        final = path.with_suffix("")
-        if match[1] == "replaced" and not final.exists():
+    # of several with one name the highest number is the newest
+    found = [(m, path) for path in folder.iterdir() if (m := _LEFTOVER.fullmatch(path.name))]
+    for match, path in sorted(found, key=lambda f: (f[0][1], int(f[0][3] or 1)), reverse=True):
+        final = folder / match[1]
+        if match[2] == "replaced" and not os.path.lexists(final):
             path.rename(final)
             done.append(
                 f"restored {final.name}: a save of the same step was interrupted as it took its place"
             )
-        else:
-            shutil.rmtree(path)
+        elif discard(path):
             done.append(f"removed {path.name}: its save or deletion was interrupted")
+    for path in folder.glob(f"{PROBE}*"):
+        unlink_probe(path)
     return done
 
 
-def delete(folder: Path, step: int) -> None:
-    """Delete a checkpoint so that no moment shows half of it. FileNotFoundError if it is not there."""
-    doomed = folder / f"step-{step}.deleting"
-    step_folder(folder, step).rename(doomed)
-    shutil.rmtree(doomed)
+def discard(path: Path) -> bool:
+    """Delete `step-N`, or what is left of one, so that no moment shows half of it under its name; True if it is gone.
+
+    A failure is only logged. What could not be deleted is then `step-N.deleting`, and the next start tries again.
+    """
+    match = _LEFTOVER.fullmatch(path.name)
+    try:
+        if match is None or match[2] != "deleting":
+            final = path.with_name(match[1]) if match else path
+            path = path.rename(_free_name(final, "deleting"))
+        _delete(path)
+    except OSError as error:
+        logger.warning("could not delete %s: %s; it stays, and the run goes on", path, error)
+        return False
+    return True
+
+
+def _delete(path: Path) -> None:
+    """All of it that can be deleted; OSError if something stays. A link is not followed."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)  # the first failure ended the other: free the rest
+        if os.path.lexists(path):
+            raise
+
+
+def unlink_probe(path: Path) -> None:
+    """A failure is only logged."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("could not delete %s: %s; it stays, and the run goes on", path, error)
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,8 +28,11 @@ def write_checkpoint(
 
     Each rank gives the tensors that it holds; of a tensor that several hold, one writes it. `side_files` are rank 0's.
     """
-    written = folders.writing_folder(folder, step)
-    from_rank_0(group, f"making {written}", lambda: _make_empty(written))
+    written = from_rank_0(
+        group,
+        f"making a folder for step {step} in {folder}",
+        lambda: folders.make_writing_folder(folder, step),
+    )
     try:
         writer = ChecksummedWriter(written)
         try:
@@ -41,20 +43,12 @@ def write_checkpoint(
         return from_rank_0(
             group,
             f"completing {written}",
-            lambda: _complete(folder, step, Checksums(chunks), side_files),
+            lambda: _complete(folder, step, written, Checksums(chunks), side_files),
         )
     except CheckpointError:
         if dist.get_rank(group) == 0:
-            shutil.rmtree(
-                written, ignore_errors=True
-            )  # the space may be what was missing; the error says what failed
+            folders.discard(written)  # the space may be what was missing
         raise
-
-
-def _make_empty(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
 
 
 def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[Chunk, str]:
@@ -67,12 +61,11 @@ def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[
 
 
 def _complete(
-    folder: Path, step: int, checksums: Checksums, side_files: Mapping[str, bytes]
+    folder: Path, step: int, written: Path, checksums: Checksums, side_files: Mapping[str, bytes]
 ) -> Path:
-    written = folders.writing_folder(folder, step)
     for name, data in side_files.items():
         folders.write_file(written / name, data)
         checksums.files[name] = digest(data)
     checksums.files[METADATA_FILE] = digest((written / METADATA_FILE).read_bytes())
     folders.write_file(written / CHECKSUMS_FILE, checksums.to_bytes())
-    return folders.publish(folder, step)
+    return folders.publish(folder, step, written)

@@ -24,29 +24,12 @@ from matrixtitan.data.shards import Split, TokenStream, read_header
 from matrixtitan.data.sources import find_files
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
+from matrixtitan.ranks import split_batch
 
 logger = get_logger()
 
 _ORDER_VERSION = 1  # raised when the same data and settings would give another stream
 _PREFETCH_BATCHES = 4  # per worker
-
-
-def microbatches(global_batch_size: int, local_batch_size: int, dp_world_size: int) -> int:
-    """Forward passes of `local_batch_size` sequences that each rank makes in a step.
-
-    ValueError, naming the nearest sizes that can be, if the ranks cannot share the global batch evenly.
-    """
-    together = local_batch_size * dp_world_size
-    if global_batch_size % together or global_batch_size < 1:
-        lower = global_batch_size // together * together
-        nearest = [str(size) for size in (lower, lower + together) if size > 0]
-        raise ValueError(
-            f"training.global_batch_size {global_batch_size} cannot be shared evenly: "
-            f"{dp_world_size} ranks of training.local_batch_size {local_batch_size} take "
-            f"{together} sequences at a time. The nearest that can: {' or '.join(nearest)}; or "
-            "change local_batch_size"
-        )
-    return global_batch_size // together
 
 
 class SourceStreams(NamedTuple):
@@ -79,6 +62,7 @@ def _open_source(
         )
     if source.type == "shards":
         paths = find_files("shards", source.path, key)
+        logger.info("%s: %s files", key, f"{len(paths):,}")
     else:
         paths = cached_shards(
             TextSource(source.type, source.path, source.field, key),
@@ -103,13 +87,13 @@ def build_dataloader(
     dp_world_size: int,
     start_window: int = 0,
 ) -> StatefulDataLoader:
-    """Endless (tokens, labels) of rank `dp_rank`, each (local_batch_size, seq_len) int64, from `start_window` on.
+    """Endless (tokens, labels) of rank `dp_rank`, each (local batch size, seq_len) int64, from `start_window` on.
 
     To resume, build a new one from the index of the next window. ValueError for data that is too small for a global
-    batch without repeats.
+    batch without repeats, and where the ranks cannot share a global batch.
     """
     training = config.training
-    microbatches(training.global_batch_size, training.local_batch_size, dp_world_size)
+    split = split_batch(training, dp_world_size)
     for source in sources:
         _check_not_empty(source, training.seq_len)
     windows = Windows(
@@ -122,7 +106,13 @@ def build_dataloader(
     if dp_rank == 0:
         _describe(sources, windows, training.steps * training.global_batch_size)
     batches = RankBatches(
-        windows, training.local_batch_size, dp_rank, dp_world_size, start_window=start_window
+        windows,
+        split.local_batch_size,
+        dp_rank,
+        dp_world_size,
+        num_windows=training.global_batch_size,
+        start_window=start_window,
+        endless=True,
     )
     return _prefetching(batches, config)
 
@@ -206,7 +196,9 @@ def build_validation_loader(
         )
     return RankBatches(
         windows,
-        validation.local_batch_size or training.local_batch_size,
+        validation.local_batch_size
+        or training.local_batch_size
+        or split_batch(training, dp_world_size).local_batch_size,
         dp_rank,
         dp_world_size,
         num_windows=min(wanted, available),

@@ -39,10 +39,11 @@ class Windows:
 class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches of rank `dp_rank`: (tokens, labels), each (local_batch_size, seq_len) int64.
 
-    Batch k holds the windows start + k * B * N + dp_rank * B + [0, B), for B sequences a rank and N ranks. It goes on
-    for ever, or with `num_windows` until every rank has made as many batches as hold them all; the rows that are over
-    then have IGNORE_INDEX for labels. In a loader with workers each makes every W-th batch, which the loader puts in
-    order.
+    A round is `num_windows` windows, shared out among N ranks: batch k of a round holds its windows
+    k * B * N + dp_rank * B + [0, B), for B rows a rank. Every rank makes `num_batches` batches of a round, as many as
+    hold it all. Rows over its end are padding: token 0, and IGNORE_INDEX for labels. There is one round, from
+    `start_window` on, or with `endless` one after another: a round is a training step then. In a loader with workers
+    each makes every W-th batch, which the loader puts in order.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
         dp_rank: int,
         dp_world_size: int,
         *,
+        num_windows: int,
         start_window: int = 0,
-        num_windows: int | None = None,
+        endless: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= dp_rank < dp_world_size:
@@ -64,32 +66,30 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
         self.local_batch_size = local_batch_size
         self.start_window = start_window
         self.num_windows = num_windows
+        self.endless = endless
         self._offset = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
 
     @property
-    def num_batches(self) -> int | None:
-        """Batches of each rank; None where there is no end."""
-        return None if self.num_windows is None else -(-self.num_windows // self._stride)
+    def num_batches(self) -> int:
+        """Batches of each rank in a round."""
+        return -(-self.num_windows // self._stride)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         worker = get_worker_info()
         number, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        while self.num_batches is None or number < self.num_batches:
+        while self.endless or number < self.num_batches:
             yield self._batch(number)
             number += step
 
     def _batch(self, number: int) -> tuple[Tensor, Tensor]:
-        first = number * self._stride + self._offset
-        batch = torch.stack([self._row(first + row) for row in range(self.local_batch_size)])
-        tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-        if self.num_windows is not None:
-            labels[max(0, self.num_windows - first) :] = IGNORE_INDEX
+        round_number, batch_number = divmod(number, self.num_batches)
+        start = self.start_window + round_number * self.num_windows
+        first = batch_number * self._stride + self._offset  # row of the round
+        rows = range(first, min(first + self.local_batch_size, self.num_windows))
+        tokens = torch.zeros(self.local_batch_size, self.windows.seq_len, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        for place, row in enumerate(rows):
+            window = self.windows.read(start + row)
+            tokens[place], labels[place] = window[:-1], window[1:]
         return tokens, labels
-
-    def _row(self, index: int) -> Tensor:
-        """Window number `index` from the start; past the end any window will do, for
-        its labels are ignored."""
-        if self.num_windows is not None and index >= self.num_windows:
-            index = 0
-        return self.windows.read(self.start_window + index)

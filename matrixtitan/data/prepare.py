@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +30,14 @@ from matrixtitan.data.sources import (
     BadRecord,
     Record,
     find_files,
+    no_text,
     read_records,
     stdlib_folder,
     text_of,
 )
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
+from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
 
@@ -44,7 +45,7 @@ OnBadRecord = Literal["error", "skip"]
 
 SHARD_TOKENS = 1 << 30
 _TASK_BYTES = 1 << 20
-_CACHE_VERSION = 2  # raised when the same text would give other shards
+_CACHE_VERSION = 3  # raised when the same text would give other shards
 _NAMED_SKIPS = 5  # bad records that are logged one by one; the others are only counted
 
 
@@ -60,19 +61,33 @@ class TextSource:
 
 @dataclass
 class Counts:
-    """What tokenising a source gave; `documents` and `tokens` are of (training, held-out)."""
+    """What tokenising a source gave; `documents` and `tokens` are of (training, held-out).
+
+    `skipped` bad records and `empty` texts are in neither.
+    """
 
     documents: tuple[int, int]
     tokens: tuple[int, int]
     skipped: int
+    empty: int = 0
+
+    def __str__(self) -> str:
+        text = f"{sum(self.documents):,} documents, {sum(self.tokens):,} tokens, {self.tokens[1]:,} of them held out"
+        if self.skipped:
+            text += f", {self.skipped:,} bad records skipped in all"
+        if self.empty:
+            text += f", {self.empty:,} empty texts left out"
+        return text
 
 
 class _Encoded(NamedTuple):
-    """Result of a task: for each split its tokens and the number of documents that begin in them."""
+    """Result of a task: its tokens, and where in them documents begin; what is before
+    belongs to the last document of the task before."""
 
-    tokens: dict[Split, np.ndarray]
-    documents: dict[Split, int]
+    tokens: np.ndarray
+    starts: list[int]
     skipped: list[str]
+    num_empty: int
     num_bytes: int
 
 
@@ -98,9 +113,12 @@ def tokenize(
 
     Each document is BOS, its tokens, EOS (one mark between documents where the tokenizer's BOS and EOS are the same).
     The result does not depend on the number of threads. ValueError, naming file and line, at the first bad record
-    unless they are to be skipped; of the standard library, files that are not UTF-8 are always left out.
+    unless they are to be skipped; of the standard library, files that are not UTF-8 are always left out. Empty texts
+    are left out and counted: they are no documents, so the share of held-out documents is that of the others.
+    ValueError if no text is left.
     """
     files = find_files(source.kind, source.path, source.key)
+    logger.info("%s: tokenising %s files", source.key, f"{len(files):,}")
     skip = on_bad_record == "skip" or source.kind == "python_stdlib"
     dtype = dtype_for(tokenizer.n_words)
     writers = {
@@ -110,28 +128,43 @@ def tokenize(
     progress = _Progress(source.key, files)
 
     def encode(records: list[Record | BadRecord]) -> _Encoded:
-        return _encode(source, tokenizer, records, validation_fraction, dtype, skip)
+        return _encode(source, tokenizer, records, dtype, skip)
 
-    skipped = 0
+    num_documents = skipped = empty = 0
+    split: Split = "train"
     tasks = _tasks(read_records(source.kind, files))
     for encoded in _in_order(encode, tasks, num_threads or len(os.sched_getaffinity(0))):
-        for split, writer in writers.items():
-            writer.append(encoded.tokens[split], encoded.documents[split])
+        # The first piece goes on with the last document of the task before, in that one's split.
+        parts: dict[Split, list[np.ndarray]] = {name: [] for name in SPLITS}
+        documents = dict.fromkeys(SPLITS, 0)
+        for number, piece in enumerate(np.split(encoded.tokens, encoded.starts)):
+            if number:
+                split = split_of(num_documents, validation_fraction)
+                num_documents += 1
+                documents[split] += 1
+            parts[split].append(piece)
+        for name, writer in writers.items():
+            if parts[name]:
+                writer.append(np.concatenate(parts[name]), documents[name])
         for message in encoded.skipped:
             skipped += 1
             if skipped <= _NAMED_SKIPS:
                 logger.warning("%s: skipped: %s", source.key, message)
+        empty += encoded.num_empty
         progress.advance(encoded.num_bytes, sum(writer.num_tokens for writer in writers.values()))
     progress.close()
     for writer in writers.values():
         writer.close()
     if skipped:
         logger.warning("%s: %d bad records skipped in all", source.key, skipped)
+    if not num_documents:
+        raise ValueError(no_text(source.key, files, empty, skipped))
     train, validation = writers["train"], writers["validation"]
     return Counts(
         (train.num_documents, validation.num_documents),
         (train.num_tokens, validation.num_tokens),
         skipped,
+        empty,
     )
 
 
@@ -173,24 +206,25 @@ def _encode(
     source: TextSource,
     tokenizer: Tokenizer,
     records: Sequence[Record | BadRecord],
-    validation_fraction: float,
     dtype: np.dtype,
     skip: bool,
 ) -> _Encoded:
-    parts: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
-    documents = dict.fromkeys(SPLITS, 0)
+    parts = [np.empty(0, dtype)]
+    starts: list[int] = []
     skipped: list[str] = []
     bos = np.array([tokenizer.bos_id], dtype)
     eos = np.array([tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else [], dtype)
-    num_bytes = 0
+    num_tokens = num_empty = num_bytes = 0
     for record in records:
         try:
             if isinstance(record, BadRecord):
                 raise record
             num_bytes += len(record.raw)
-            tokens = tokenizer.encode_array(text_of(source.kind, record, source.field)).astype(
-                dtype
-            )
+            text = text_of(source.kind, record, source.field)
+            if not text and record.begins and record.ends:
+                num_empty += 1
+                continue
+            tokens = tokenizer.encode_array(text).astype(dtype)
         except BadRecord as error:
             if not skip:
                 raise ValueError(
@@ -201,16 +235,12 @@ def _encode(
             if isinstance(record, BadRecord) or (record.begins and record.ends):
                 continue
             tokens = np.empty(0, dtype)  # a piece of a longer document, which keeps its marks
-        split = split_of(record.document, validation_fraction)
-        parts[split] += [bos] * record.begins + [tokens] + [eos] * record.ends
-        documents[split] += record.begins
-    empty = np.empty(0, dtype)
-    return _Encoded(
-        {split: np.concatenate([empty, *parts[split]]) for split in SPLITS},
-        documents,
-        skipped,
-        num_bytes,
-    )
+        if record.begins:
+            starts.append(num_tokens)
+        marked = [bos] * record.begins + [tokens] + [eos] * record.ends
+        num_tokens += sum(map(len, marked))
+        parts += marked
+    return _Encoded(np.concatenate(parts), starts, skipped, num_empty, num_bytes)
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -229,16 +259,15 @@ def cached_shards(
     Any number of processes may call this at once. ValueError for bad records, RuntimeError if the cache cannot be used.
     """
     cache_dir = cache_dir.expanduser()
-    name = _cache_name(source, tokenizer, validation_fraction, on_bad_record)
+    files = find_files(source.kind, source.path, source.key)
+    name = _cache_name(source, files, tokenizer, validation_fraction, on_bad_record)
     ready = cache_dir / name
     if not ready.is_dir():
         with _lock(cache_dir, name, source.key):
             if not ready.is_dir():  # another process may have made it while this one waited
                 _fill_cache(source, tokenizer, ready, validation_fraction, on_bad_record)
-    else:
-        skipped = json.loads((ready / "counts.json").read_text())["skipped"]
-        if skipped:  # of all ranks the first tells it; the one that made the shards has warned
-            logger.info("%s: %d bad records skipped in all", source.key, skipped)
+    counts = Counts(**json.loads((ready / "counts.json").read_text()))
+    logger.info("%s: %s files, %s; kept in %s", source.key, f"{len(files):,}", counts, ready)
     return sorted(ready.glob("*.bin"))
 
 
@@ -266,21 +295,16 @@ def _fill_cache(
         building.rename(ready)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    logger.info(
-        "%s: %s documents, %s tokens, %s of them held out; kept in %s",
-        source.key,
-        f"{sum(counts.documents):,}",
-        f"{sum(counts.tokens):,}",
-        f"{counts.tokens[1]:,}",
-        ready,
-    )
 
 
 def _cache_name(
-    source: TextSource, tokenizer: Tokenizer, validation_fraction: float, on_bad_record: OnBadRecord
+    source: TextSource,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    validation_fraction: float,
+    on_bad_record: OnBadRecord,
 ) -> str:
     """32 hex digits of all that the shards depend on; files by path, size and time of change."""
-    files = find_files(source.kind, source.path, source.key)
     digest = hashlib.sha256()
     settings = (
         _CACHE_VERSION,
@@ -313,7 +337,7 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
         cache_dir.mkdir(parents=True, exist_ok=True)
         file = (cache_dir / f"{name}.lock").open("w")
     except OSError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"data.cache_dir: cannot write in {cache_dir} ({error}); set it to a folder that can be"
         ) from None
     with file:
@@ -328,7 +352,7 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
                     told = True
                 time.sleep(0.05)
             except OSError as error:
-                raise RuntimeError(
+                raise ValueError(
                     f"data.cache_dir: {cache_dir} has no file locks ({error}); set it to a folder "
                     "on a local disk"
                 ) from None
@@ -336,47 +360,26 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
 
 
 class _Progress:
-    """A line on standard error: a bar in a terminal, else a line now and then.
-    Short work shows nothing."""
-
-    _WIDTH = 30
+    """How far the work on a source is: bytes, with a bar where their sum is known, and tokens."""
 
     def __init__(self, label: str, files: Sequence[Path]) -> None:
         self._label = label
-        self._terminal = sys.stderr.isatty()
-        self._interval = 0.2 if self._terminal else 15.0
         plain = all(file.suffix != ".gz" for file in files)
         self._total = (
             sum(file.stat().st_size for file in files) if plain else None
         )  # unknown before unpacking
         self._done = 0
-        self._started = self._shown = time.monotonic()
-        self._drawn = False
+        self._started = time.monotonic()
+        self._bar = ProgressBar(line_seconds=15.0)
 
     def advance(self, num_bytes: int, num_tokens: int) -> None:
         self._done += num_bytes
-        now = time.monotonic()
-        if now - self._shown < self._interval:
-            return
-        self._shown = now
-        rate = self._done / (now - self._started)
-        line = f"tokenising {self._label} {self._bar()}{self._done / 1e6:,.0f} MB, "
-        line += f"{num_tokens:,} tokens, {rate / 1e6:.1f} MB/s"
-        print(
-            f"\r{line}\x1b[K" if self._terminal else line,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
+        rate = self._done / (time.monotonic() - self._started)
+        self._bar.update(
+            f"tokenising {self._label}: {self._done / 1e6:,.0f} MB, {num_tokens:,} tokens, "
+            f"{rate / 1e6:.1f} MB/s",
+            self._done / self._total if self._total else None,
         )
-        self._drawn = True
-
-    def _bar(self) -> str:
-        if not self._total:
-            return ""
-        share = min(1.0, self._done / self._total)
-        filled = round(share * self._WIDTH)
-        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}] {share:4.0%}, "
 
     def close(self) -> None:
-        if self._drawn and self._terminal:
-            print(file=sys.stderr)
+        self._bar.clear()

@@ -10,10 +10,13 @@ fingerprint and the SHA-256 of the tokens.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import hashlib
 import itertools
+import mmap
 import os
 import struct
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
@@ -169,7 +172,7 @@ class TokenStream:
         self.num_documents = sum(header.num_documents for header in headers)
         self._arguments = (list(paths), fingerprint)
         self._shards = [
-            np.memmap(path, header.dtype, mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
+            _map_tokens(path, header)
             for path, header in zip(paths, headers, strict=True)
             if header.num_tokens
         ]
@@ -199,3 +202,33 @@ class TokenStream:
             out[filled : filled + len(piece)] = piece
             filled += len(piece)
         return out
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map_tokens(path: Path, header: ShardHeader) -> np.ndarray:
+    """The tokens of a shard as a read-only memory map, which ends when nothing refers to it.
+
+    Not np.memmap: Python's mmap keeps a file descriptor for each map (from 3.13 on it need not), so that a corpus of
+    more shards than `ulimit -n` could not be opened. The system call itself needs the descriptor only while it runs.
+    """
+    num_bytes = HEADER_BYTES + header.num_tokens * header.dtype.itemsize
+    with path.open("rb") as file:
+        address = _LIBC.mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(
+            number,
+            f"cannot be mapped into memory: {os.strerror(number)} (limits: ulimit -v, and "
+            "vm.max_map_count for the number of shards; fewer, larger shards need fewer maps)",
+            str(path),
+        )
+    mapped = (ctypes.c_char * num_bytes).from_address(address)
+    weakref.finalize(mapped, _LIBC.munmap, address, num_bytes)
+    read_only = memoryview(mapped).toreadonly()
+    return np.frombuffer(read_only, header.dtype, header.num_tokens, HEADER_BYTES)

@@ -1,8 +1,10 @@
 """Text to token ids and back, by tiktoken, from a rank file.
 
 Owns the reading of rank files (a base64 token and its rank a line: the format of Llama 3's `tokenizer.model` and of
-GPT's `.tiktoken` files), the special tokens that go with each, and the small tokenizer that ships with the package.
-Never downloads anything. Next file: `sources.py`.
+GPT's `.tiktoken` files), how each splits text into words, the special tokens that go with it, and the small tokenizer
+that ships with the package. A rank file says nothing but tokens: a known family is told by its number of ranks, a file
+of `tools/train_tokenizer.py` by the mark beside it, and any other by the user. Never downloads anything. Next file:
+`sources.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -49,6 +52,18 @@ _O200K_PATTERN = "|".join(
     ]
 )
 
+PATTERNS = {
+    "llama3": LLAMA3_PATTERN,
+    "gpt2": _GPT2_PATTERN,
+    "o200k": _O200K_PATTERN,
+    # Llama 3's with digits one by one: https://huggingface.co/Qwen/Qwen2-0.5B (tokenizer.json)
+    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+}
+"""What `model.tokenizer_pattern` may name. Names alone, since tiktoken drops without a word what a regular expression
+does not match: an expression of a user's own could lose text."""
+
+_TRAINER = "tools/train_tokenizer.py"
+
 # tiktoken's regex overflows its stack on a very long run of one character class, so such runs are cut.
 _LONGEST_RUN = 25_000
 _LONG_RUN = re.compile(rf"\S{{{_LONGEST_RUN}}}|\s{{{_LONGEST_RUN}}}")
@@ -79,11 +94,8 @@ def _llama3_special_tokens(first_id: int) -> dict[str, int]:
     return {name: first_id + offset for offset, name in enumerate(names)}
 
 
-def _family_of(num_ranks: int) -> Family:
-    """A rank file does not say where it comes from, but its number of ranks does.
-
-    A number not known is a file of `tools/train_tokenizer.py`: Llama 3's pattern, BOS and EOS after the last rank.
-    """
+def _family_of(num_ranks: int) -> Family | None:
+    """The published family that has so many ranks; None if none has."""
     gpt = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
     if num_ranks == 128_000:
         return Family(
@@ -106,8 +118,13 @@ def _family_of(num_ranks: int) -> Family:
         return Family(
             "o200k", _O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}, **gpt
         )
+    return None
+
+
+def _other_family(num_ranks: int, pattern: str) -> Family:
+    """BOS and EOS after the last rank: `tools/train_tokenizer.py`'s files, and any whose pattern a user names."""
     special = {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
-    return Family("small", LLAMA3_PATTERN, special, "<|begin_of_text|>", "<|end_of_text|>")
+    return Family("small", PATTERNS[pattern], special, "<|begin_of_text|>", "<|end_of_text|>")
 
 
 class Tokenizer:
@@ -221,12 +238,47 @@ def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
     )
 
 
-def load_tokenizer(path: str = "") -> Tokenizer:
+def mark_file(path: Path) -> Path:
+    """Where the mark of rank file `path` is: beside it, because rank files have no room for anything but tokens."""
+    return path.with_name(f"{path.name}.meta.json")
+
+
+def write_mark(path: Path, pattern: str, fingerprint: str) -> None:
+    """Write to `path` that a rank file of ours splits text by `pattern`; the fingerprint says which file."""
+    mark = {"made_by": _TRAINER, "pattern": pattern, "fingerprint": fingerprint}
+    path.write_text(json.dumps(mark, indent=1) + "\n")
+
+
+def _read_mark(path: Path) -> tuple[str, str]:
+    """(pattern, fingerprint) as `write_mark` wrote them to `path`; ValueError for anything else."""
+    try:
+        mark = json.loads(path.read_bytes())
+        made_by, pattern = str(mark["made_by"]), str(mark["pattern"])
+        fingerprint = str(mark["fingerprint"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not what {_TRAINER} writes beside its files ({error!r}): put the right one there, or delete "
+            "it and name the pattern with `--model.tokenizer_pattern NAME`"
+        ) from error
+    if made_by != _TRAINER or pattern not in PATTERNS:
+        raise ValueError(
+            f"{path} says made_by {made_by!r} and pattern {pattern!r}; known are {_TRAINER!r} and "
+            f"{', '.join(PATTERNS)}"
+        )
+    return pattern, fingerprint
+
+
+def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
     """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that ships here (4,096
     tokens).
 
-    ValueError, with what to do, for a missing file or one that is not a rank file.
+    `pattern` names how text is split (a key of `PATTERNS`); "" is as the file's family or its mark has it. ValueError,
+    with what to do, for a missing file, one that is not a rank file, or one whose pattern nothing tells.
     """
+    if pattern and pattern not in PATTERNS:
+        raise ValueError(
+            f"model.tokenizer_pattern is {pattern!r}; choose one of {', '.join(PATTERNS)}, or leave it empty"
+        )
     file = tokenizer_file(path) if path else EMBEDDED_PATH
     if not file.is_file():
         raise ValueError(
@@ -237,13 +289,39 @@ def load_tokenizer(path: str = "") -> Tokenizer:
         )
     ranks = read_ranks(file)
     family = _family_of(len(ranks))
+    expected_fingerprint = None
+    if family is not None and pattern:
+        family = replace(family, pattern=PATTERNS[pattern])
+    elif family is None:
+        if not pattern:
+            pattern, expected_fingerprint = _marked_pattern(file, len(ranks))
+        family = _other_family(len(ranks), pattern)
     special_ids = set(family.special_tokens.values())
     if special_ids & set(ranks.values()):
         raise ValueError(
             f"tokenizer file {file}: its ranks have gaps or take the special tokens' ids "
             f"{min(special_ids)}.."
         )
-    return Tokenizer(ranks, family, str(file))
+    tokenizer = Tokenizer(ranks, family, str(file))
+    if expected_fingerprint not in (None, tokenizer.fingerprint):
+        raise ValueError(
+            f"{mark_file(file)} is the mark of another rank file than {file}: put the right one there, or delete it "
+            "and name the pattern with `--model.tokenizer_pattern NAME`"
+        )
+    return tokenizer
+
+
+def _marked_pattern(file: Path, num_ranks: int) -> tuple[str, str]:
+    """(pattern, fingerprint) from the mark of `file`; ValueError, with what to do, if it has none."""
+    mark = mark_file(file)
+    if not mark.is_file():
+        raise ValueError(
+            f"tokenizer file {file}: nothing says how it splits text. No known family has {num_ranks} tokens, and "
+            f"{mark.name}, which {_TRAINER} writes beside its files, is not there. Name the pattern that the file was "
+            "trained with, `--model.tokenizer_pattern NAME` (of a tool: `--tokenizer-pattern NAME`): "
+            f"{', '.join(PATTERNS)}. For a file of an older {_TRAINER} it is llama3"
+        )
+    return _read_mark(mark)
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -1,63 +1,146 @@
-"""`fully_shard`: make any nn.Module data-parallel with owner-shaped shards, and the handle that it returns.
+"""`fully_shard`: make any nn.Module data-parallel, each matrix whole on one rank; and its handle.
 
-Owns argument checks, the assignment of parameters to units, and the wiring. Read `hooks.py` next for when things
-happen, `unit.py` for what happens.
+Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
+moves nothing: each step is a file of its own. Next: the steps in their order, `groups.py`,
+`assignment.py` and `agreement.py`; then `hooks.py` for when things happen, `unit.py` for what
+happens.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from matrixtitan.fsdp.hooks import Schedule, UnitState
-from matrixtitan.fsdp.param import ShardedParam, Slot
-from matrixtitan.fsdp.ring import Ring
-from matrixtitan.fsdp.streams import Channel, failure
-from matrixtitan.fsdp.transports import (
-    DryRun,
-    Grouped,
-    Star,
-    Transport,
-    ranks_on_this_machine,
+from matrixtitan.fsdp.agreement import compare_plans, gather_integers, order_check
+from matrixtitan.fsdp.assignment import (
+    ROOT,
+    Assignment,
+    assign_to_units,
+    check_plan,
+    check_units,
+    specs_of,
 )
+from matrixtitan.fsdp.groups import (
+    Groups,
+    backend_of,
+    groups_of,
+    mesh_or_default,
+    new_group_like,
+)
+from matrixtitan.fsdp.hooks import Schedule, UnitState
+from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
+from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.streams import Channel
+from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, FillRows, Unit
-from matrixtitan.plan.cost import choose_transport
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT
 from matrixtitan.plan.planner import PlanSettings, make_plan
-from matrixtitan.plan.roles import param_specs
-from matrixtitan.plan.shard import ParamSpec, Plan
+from matrixtitan.plan.shard import Plan
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT, TRANSPORTS
 
-logger = logging.getLogger(__name__)
-
-TRANSPORTS: dict[str, type[Transport]] = {"grouped": Grouped, "ring": Ring, "star": Star}
-
-ROOT = "(root)"
-"""Name of the unit of all parameters that no listed unit holds."""
+ReshardAfterForward = Literal["default", "always", "never"]
+GradientReduction = Literal["mean", "sum"]
 
 
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """`param_dtype`: what computes and travels (None: the stored dtype); floating inputs of units are cast to it.
-    `reduce_dtype`: what gradients are summed in (None: as they come). `output_dtype`: of the model's outputs."""
+def fully_shard(
+    model: nn.Module,
+    *,
+    units: Sequence[Sequence[str]],
+    mesh: DeviceMesh | None = None,
+    plan: Plan | None = None,
+    plan_settings: PlanSettings | None = None,
+    tail_patterns: Sequence[str] = (),
+    device: torch.device | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    reshard_after_forward: ReshardAfterForward | bool = "default",
+    transport: str = "auto",
+    prefetch: int = 1,
+    gradient_reduction: GradientReduction = "mean",
+    timeout: timedelta | None = None,
+) -> MatrixFSDP:
+    """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    units: names of the modules that are gathered together, in forward order, such as
+        `[["embed"], ["layers.0"], ["norm", "head"]]`. All remaining parameters form the root unit.
+        A unit of several modules is for weights that they share.
+    mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process
+        group, one process. Where `init_process_group` was given a `device_id`, all of its ranks
+        must call this at the same point, each with its own mesh: NCCL then splits new groups off
+        the group of all ranks.
+    plan: who owns what, equal on all ranks. None makes one from the model's shapes.
+    plan_settings: of the plan that is made.
+    tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output
+        head), for the plan that is made. Embeddings are recognised.
+    device: where weights live. None: where they are, or for a meta model the mesh's device.
+    reshard_after_forward: "default" frees every unit's weights after its forward, except those of
+        the last unit and of the root unit; "always", or True as in FSDP2, those of every unit;
+        "never", or False, none.
+    transport: how weights travel: "grouped", "ring" or "star"; "auto" chooses one by the backend
+        and by how many of the ranks share a machine.
+    prefetch: how many units to gather ahead.
+    gradient_reduction: the mean or the sum over all ranks of the mesh.
+    timeout: of the process groups that this makes. None: PyTorch's default.
+
+    A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its
+    rows of the values that it has, which must be the same on all ranks.
+
+    Make optimizers over `local_parameters()`, or over `model.parameters()` before a forward or
+    after a backward. Between the two call `reshard()` first: a gathered unit has its unsharded
+    parameters in place, and those are never stepped.
+
+    Raises ValueError for an argument that has no meaning, a unit name that does not exist, a
+    parameter in two units, mixed dtypes in a unit, or a plan that does not fit the model.
+    Raises RuntimeError where plans differ between ranks, or where another rank found a mistake
+    that this rank does not have.
+    """
+    mesh = mesh_or_default(mesh)
+    groups = groups_of(mesh)
+    device = device or _device_of(model, mesh)
+    try:
+        _check_arguments(reshard_after_forward, transport, prefetch, gradient_reduction)
+        assignment = assign_to_units(model, units)
+        if plan is None:
+            specs = specs_of(model, assignment, tail_patterns)
+            plan = make_plan(specs, groups.shard_ranks, plan_settings or PlanSettings())
+        check_plan(plan, assignment, groups.shard_ranks)
+        check_units(assignment)
+    except Exception:
+        # the other ranks wait in this comparison; this rank's own error says more than its outcome
+        with suppress(RuntimeError):
+            compare_plans(None, groups, device)
+        raise
+    compare_plans(plan, groups, device)
+
+    communication = _communication(groups, device, transport, gradient_reduction, timeout)
+    built = [
+        _build_unit(name, assignment, plan, communication, mp_policy)
+        for name in assignment.modules_of
+    ]
+    states = [
+        UnitState(unit, index, keep=_is_kept(reshard_after_forward, unit, index == len(built) - 1))
+        for index, unit in enumerate(built)
+    ]
+    schedule = Schedule(
+        model,
+        states,
+        prefetch=prefetch,
+        max_reductions=REDUCTIONS_IN_FLIGHT["nccl" if device.type == "cuda" else "gloo"],
+        check_order=order_check(groups, device, [unit.name for unit in built]),
+        mp_policy=mp_policy,
+    )
+    return MatrixFSDP(model, plan, built, schedule, communication, groups.shard)
 
 
 class MatrixFSDP:
-    """Handle of a sharded model. Call the model as before; `model.parameters()` are this rank's rows."""
+    """Handle of a sharded model. Call the model as before; `model.parameters()` are this rank's
+    rows."""
 
     def __init__(
         self,
@@ -78,17 +161,19 @@ class MatrixFSDP:
         self._communication = communication
 
     def materialize(self, fill_rows: FillRows | None = None) -> None:
-        """Allocate this rank's weights, and fill them with `fill_rows(fqn, full_shape, start, out)`.
+        """Allocate this rank's weights; `fill_rows(fqn, full_shape, start, out)` fills them.
 
-        Needed once after sharding a model that was built on the meta device, before optimizers are made. None leaves
-        zeros, for a checkpoint to be loaded into.
+        Needed once after sharding a model that was built on the meta device, before optimizers are
+        made. None leaves zeros, for a checkpoint to be loaded into.
         """
         for unit in self.units:
             unit.materialize(fill_rows)
 
     def set_reduce_gradients(self, reduce: bool) -> None:
-        """False: the next backwards accumulate full gradients on every rank, in reduce dtype; the next backward after
-        True reduces the sum."""
+        """False: the next backwards accumulate full gradients on every rank, in reduce dtype.
+
+        The next backward after True reduces their sum.
+        """
         self._schedule.reduce_gradients = reduce
 
     def reshard(self) -> None:
@@ -124,237 +209,11 @@ class MatrixFSDP:
                 transport.close()
 
 
-def fully_shard(
-    model: nn.Module,
-    *,
-    units: Sequence[Sequence[str]],
-    mesh: DeviceMesh | None = None,
-    plan: Plan | None = None,
-    plan_settings: PlanSettings | None = None,
-    tail_patterns: Sequence[str] = (),
-    device: torch.device | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    reshard_after_forward: Literal["default", "always", "never"] = "default",
-    transport: str = "auto",
-    prefetch: int = 1,
-    gradient_reduction: Literal["mean", "sum"] = "mean",
-    timeout: timedelta | None = None,
-) -> MatrixFSDP:
-    """Shard `model` in place so that each matrix lies whole on one rank, its owner.
-
-    units: module names gathered together, in forward order, e.g. `[["embed"], ["layers.0"], ["norm", "head"]]`; all
-        remaining parameters form the root unit. A unit of several modules is for weights that they share.
-    mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process group, one process.
-        Where `init_process_group` was given a `device_id`, all of its ranks must call this at the same point, each with
-        its own mesh: NCCL then splits groups off the whole one.
-    plan: who owns what; None makes one from the model's shapes. It must be equal on all ranks.
-    tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output head); embeddings are
-        recognised.
-    device: where weights live; None: where they are, or for a meta model the mesh's device.
-    reshard_after_forward: "default" keeps the last unit between forward and backward, "never" all.
-    prefetch: how many units to gather ahead.
-    gradient_reduction: over all ranks of the mesh.
-    timeout: of the groups that it makes; None: PyTorch's default.
-
-    A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its rows of the values
-    that it has, which must be the same on all ranks.
-
-    Make optimizers over `local_parameters()`, or over `model.parameters()` before a forward or after a backward. In
-    between `reshard()` comes first: a unit that is gathered has its unsharded parameters there, which nothing steps.
-
-    Raises ValueError for a unit name that does not exist, a parameter in two units, mixed dtypes in a unit, or a plan
-    that does not fit the model; RuntimeError where plans differ between ranks, or where another rank found a mistake
-    that this one does not have.
-    """
-    mesh = _mesh_or_default(mesh)
-    shard_ranks = mesh.size(mesh.ndim - 1) if mesh is not None else 1
-    named = dict(_named_parameters(model))
-    device = device or _device_of(named.values(), mesh)
-    try:
-        modules_of, slots_of, unit_of = _assign_units(model, units)
-        if plan is None:
-            specs = _specs(model, named, unit_of, tail_patterns)
-            plan = make_plan(specs, shard_ranks, plan_settings or PlanSettings())
-        _check_plan(plan, named, unit_of, shard_ranks)
-        _check_units(named, unit_of)
-    except Exception:
-        if mesh is not None:
-            with suppress(RuntimeError):  # this rank's own error says more
-                _compare_plans(None, mesh, device)
-        raise
-
-    communication, shard_group = _communication(
-        mesh, plan, device, transport, gradient_reduction, timeout
-    )
-    built: list[Unit] = []
-    for name, modules in modules_of.items():
-        params = [
-            ShardedParam(
-                shard,
-                slots_of[shard.fqn],
-                communication.rank,
-                named[shard.fqn].dtype,
-                shard.trainable,
-            )
-            for shard in plan.shards
-            if unit_of[shard.fqn] == name
-        ]
-        unit = Unit(
-            name, modules, params, communication, mp_policy.param_dtype, mp_policy.reduce_dtype
-        )
-        if any(not named[param.fqn].is_meta for param in params):
-            unit.materialize(_rows_of(named))
-        else:
-            for param in params:
-                param.use_sharded()
-        built.append(unit)
-
-    states = [
-        UnitState(
-            unit,
-            index,
-            keep=reshard_after_forward == "never"
-            or (
-                reshard_after_forward == "default"
-                and (unit.name == ROOT or index == len(built) - 1)
-            ),
-        )
-        for index, unit in enumerate(built)
-    ]
-    schedule = Schedule(
-        model,
-        states,
-        prefetch=prefetch,
-        max_reductions=REDUCTIONS_IN_FLIGHT["nccl" if device.type == "cuda" else "gloo"],
-        check_order=_order_check(communication, shard_group, [unit.name for unit in built]),
-        param_dtype=mp_policy.param_dtype,
-        output_dtype=mp_policy.output_dtype,
-    )
-    return MatrixFSDP(model, plan, built, schedule, communication, shard_group)
+# --- the steps of fully_shard ------------------------------------------------------------------
 
 
-def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    if mesh is None:
-        if not dist.is_initialized():
-            return None
-        return dist.init_device_mesh(
-            "cuda" if "nccl" in dist.get_backend_config() else "cpu",
-            (dist.get_world_size(),),
-            mesh_dim_names=("dp_shard",),
-        )
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), not {mesh.ndim}"
-        )
-    return mesh
-
-
-def _named_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    return model.named_parameters()  # a shared parameter appears once, under its first name
-
-
-def _assign_units(
-    model: nn.Module, units: Sequence[Sequence[str]]
-) -> tuple[dict[str, list[nn.Module]], dict[str, list[Slot]], dict[str, str]]:
-    """Modules of each unit, slots of each parameter, unit of each parameter; a parameter belongs to its innermost."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    modules_of: dict[str, list[nn.Module]] = {ROOT: [model]}
-    unit_of_module: dict[str, str] = {}
-    for names in units:
-        unit = "+".join(names)
-        for name in names:
-            if name not in modules or name == "":
-                raise ValueError(f"units names the module {name!r}, which the model does not have")
-            if name in unit_of_module:
-                raise ValueError(f"units names the module {name!r} twice")
-            unit_of_module[name] = unit
-        modules_of[unit] = [modules[name] for name in names]
-    first_name: dict[nn.Parameter, str] = {param: fqn for fqn, param in _named_parameters(model)}
-    slots_of: dict[str, list[Slot]] = {}
-    unit_of: dict[str, str] = {}
-    for fqn, param in model.named_parameters(remove_duplicate=False):
-        module_name, _, attribute = fqn.rpartition(".")
-        enclosing = module_name
-        while enclosing and enclosing not in unit_of_module:
-            enclosing = enclosing.rpartition(".")[0]
-        unit = unit_of_module.get(enclosing, ROOT)
-        first = first_name[param]
-        if unit_of.setdefault(first, unit) != unit:
-            raise ValueError(
-                f"{first} is shared by two units, {unit_of[first]!r} and {unit!r} (as {fqn}); list the modules that "
-                "share it as one unit"
-            )
-        slot = Slot(modules[module_name], attribute)
-        if slot not in slots_of.setdefault(first, []):
-            slots_of[first].append(slot)
-    return modules_of, slots_of, unit_of
-
-
-def _specs(
-    model: nn.Module,
-    named: dict[str, nn.Parameter],
-    unit_of: dict[str, str],
-    tail_patterns: Sequence[str],
-) -> list[ParamSpec]:
-    embeddings = [
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    return param_specs(
-        [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in named.items()],
-        unit_of,
-        tail_patterns=tail_patterns,
-        embedding_fqns=[fqn for fqn in embeddings if fqn in named],
-    )
-
-
-def _check_plan(
-    plan: Plan, named: dict[str, nn.Parameter], unit_of: dict[str, str], shard_ranks: int
-) -> None:
-    if plan.world_size != shard_ranks:
-        raise ValueError(
-            f"the plan is for {plan.world_size} ranks, the mesh shards over {shard_ranks}"
-        )
-    planned = set(plan.by_fqn)
-    if planned != set(named):
-        raise ValueError(
-            f"the plan does not fit the model: it lacks {sorted(set(named) - planned)} and has "
-            f"{sorted(planned - set(named))} besides"
-        )
-    for shard in plan.shards:
-        if shard.shape != tuple(named[shard.fqn].shape):
-            raise ValueError(
-                f"the plan's shape of {shard.fqn} is {shard.shape}, the model's {tuple(named[shard.fqn].shape)}"
-            )
-        if shard.unit != unit_of[shard.fqn]:
-            raise ValueError(
-                f"the plan puts {shard.fqn} into unit {shard.unit!r}, `units` into {unit_of[shard.fqn]!r}"
-            )
-        if shard.trainable != named[shard.fqn].requires_grad:
-            raise ValueError(
-                f"the plan's trainable={shard.trainable} for {shard.fqn} is not its requires_grad"
-            )
-
-
-def _check_units(named: dict[str, nn.Parameter], unit_of: dict[str, str]) -> None:
-    """A unit's parameters have one dtype, and are all on the meta device or none."""
-    for unit in dict.fromkeys(unit_of.values()):
-        params = {fqn: param for fqn, param in named.items() if unit_of[fqn] == unit}
-        if len({param.dtype for param in params.values()}) > 1:
-            raise ValueError(
-                f"unit {unit!r} mixes dtypes: "
-                + ", ".join(f"{fqn} is {param.dtype}" for fqn, param in params.items())
-                + "; make them one dtype, or put them into different units"
-            )
-        if len({param.is_meta for param in params.values()}) > 1:
-            raise ValueError(
-                f"unit {unit!r} is partly on the meta device; build the whole model there, or none of it"
-            )
-
-
-def _device_of(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> torch.device:
-    for param in params:
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    for param in model.parameters():
         if not param.is_meta:
             return param.device
     if mesh is not None and mesh.device_type == "cuda":
@@ -362,180 +221,108 @@ def _device_of(params: Iterable[nn.Parameter], mesh: DeviceMesh | None) -> torch
     return torch.device("cpu")
 
 
+def _check_arguments(
+    reshard_after_forward: object, transport: str, prefetch: int, gradient_reduction: str
+) -> None:
+    """ValueError for a value that has no meaning; the message names the argument."""
+    if not isinstance(reshard_after_forward, bool):
+        words = get_args(ReshardAfterForward)
+        _check_choice("reshard_after_forward", reshard_after_forward, words, " or a bool")
+    _check_choice("transport", transport, ("auto", *TRANSPORTS))
+    _check_choice("gradient_reduction", gradient_reduction, get_args(GradientReduction))
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(
+            f"fully_shard: prefetch is {prefetch!r}; give a number of units, 0 to gather none ahead"
+        )
+
+
+def _check_choice(argument: str, value: object, words: Sequence[str], besides: str = "") -> None:
+    if value not in words:
+        raise ValueError(
+            f"fully_shard: {argument} is {value!r}; use one of {', '.join(words)}{besides}"
+        )
+
+
 def _communication(
-    mesh: DeviceMesh | None,
-    plan: Plan,
+    groups: Groups,
     device: torch.device,
     transport: str,
     gradient_reduction: str,
     timeout: timedelta | None,
-) -> tuple[Communication, dist.ProcessGroup | None]:
-    """Make the process groups; one for each kind of traffic, since both may be in flight between two ranks."""
-    rank, shard_group, replicas = 0, None, None
-    transports: list[Transport | None] = [None, None]
-    divisor = 1
-    if mesh is not None:
-        _compare_plans(plan, mesh, device)
-        shard_group = mesh.get_group(mesh.ndim - 1)
-        rank = dist.get_rank(shard_group)
-        if gradient_reduction == "mean":
-            divisor = mesh.size()
-        if mesh.ndim == 2 and mesh.size(0) > 1:
-            replicas = mesh.get_group(0)
-        if plan.world_size > 1:
-            transports = [make_transport(transport, shard_group, device, timeout) for _ in range(2)]
-    return (
-        Communication(
-            rank=rank,
-            world_size=plan.world_size,
-            device=device,
-            unshard=transports[0],
-            reduce=transports[1],
-            replicas=replicas,
-            unshard_channel=Channel(device),
-            reduce_channel=Channel(device),
-            replica_channel=Channel(device),
-            gradient_divisor=divisor,
-        ),
-        shard_group,
+) -> Communication:
+    """Two transports, as weights and gradients may be in flight between two ranks at once."""
+    unshard = reduce = None
+    if groups.shard is not None and groups.shard_ranks > 1:
+        unshard, reduce = (
+            make_transport(transport, groups.shard, device, timeout) for _ in range(2)
+        )
+    return Communication(
+        rank=groups.shard_rank,
+        world_size=groups.shard_ranks,
+        device=device,
+        unshard=unshard,
+        reduce=reduce,
+        replicas=groups.replicas,
+        unshard_channel=Channel(device),
+        reduce_channel=Channel(device),
+        replica_channel=Channel(device),
+        gradient_divisor=groups.all_ranks if gradient_reduction == "mean" else 1,
     )
+
+
+def _build_unit(
+    name: str,
+    assignment: Assignment,
+    plan: Plan,
+    communication: Communication,
+    mp_policy: MixedPrecisionPolicy,
+) -> Unit:
+    """One unit, with this rank's rows of the model's values unless these are on the meta device."""
+    params = [
+        ShardedParam(
+            shard,
+            assignment.slots_of[shard.fqn],
+            communication.rank,
+            assignment.params[shard.fqn].dtype,
+            shard.trainable,
+        )
+        for shard in plan.shards
+        if assignment.unit_of[shard.fqn] == name
+    ]
+    unit = Unit(name, assignment.modules_of[name], params, communication, mp_policy)
+
+    def copy_rows(fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
+        out.copy_(assignment.params[fqn].detach()[start : start + out.shape[0]])
+
+    if any(not assignment.params[param.fqn].is_meta for param in params):
+        unit.materialize(copy_rows)
+    else:
+        for param in params:
+            param.use_sharded()
+    return unit
+
+
+def _is_kept(reshard_after_forward: ReshardAfterForward | bool, unit: Unit, is_last: bool) -> bool:
+    """Whether `unit` stays gathered between forward and backward."""
+    if reshard_after_forward == "default":
+        return is_last or unit.name == ROOT
+    return reshard_after_forward in ("never", False)
+
+
+# --- the transport -----------------------------------------------------------------------------
 
 
 def make_transport(
     name: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
 ) -> Transport:
-    """The transport of that name, or "auto", over the ranks of `group`, in a group of its own. All ranks call it.
+    """The transport `name`, or "auto", over the ranks of `group`, in a group of its own.
 
-    `timeout` is its own group's; None: PyTorch's default.
+    All ranks of `group` call it. `timeout` is that of the new group; None: PyTorch's default.
     """
-    ranks, backend = dist.get_process_group_ranks(group), _backend(group, device)
+    ranks, backend = dist.get_process_group_ranks(group), backend_of(group, device)
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
-        counts = _gather_integers([per_host], group, device, "choosing a transport")
+        counts = gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
-    chosen = _transport_class(name, len(ranks), per_host, backend)
-    options = _ahead_of_compute(timeout) if backend == "nccl" else None
-    own = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-    )
-    return chosen(own)
-
-
-def _ahead_of_compute(timeout: timedelta | None) -> object:
-    """NCCL's kernels before those of a matrix product that is queued already, or they would wait for all of it."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout  # new_group sets it too, and warns where it was another
-    return options
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What carries `device`'s tensors in a group that may have several backends, such as "cpu:gloo,cuda:nccl"."""
-    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    return backends[device.type]
-
-
-def _transport_class(name: str, world_size: int, per_host: int, backend: str) -> type[Transport]:
-    if backend == "fake":
-        return DryRun
-    if name == "auto":
-        name = choose_transport(world_size, backend, per_host)
-        logger.info(
-            "transport: %s (auto: %d ranks, %d on a machine, %s)",
-            name,
-            world_size,
-            per_host,
-            backend,
-        )
-    if name not in TRANSPORTS:
-        raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
-    if name == "ring" and backend != "gloo":
-        raise ValueError(
-            f"transport 'ring' works on gloo alone, this group's backend is {backend}: use 'grouped'"
-        )
-    return TRANSPORTS[name]
-
-
-def _gather_integers(
-    values: list[int], group: dist.ProcessGroup, device: torch.device, what: str
-) -> list[list[int]]:
-    """Every rank's `values`, in group rank order; `what` they are for is named in errors."""
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    try:
-        dist.all_gather(gathered, mine, group=group)
-    except RuntimeError as error:
-        raise failure(what, error) from error
-    return [tensor.tolist() for tensor in gathered]
-
-
-def _compare_plans(plan: Plan | None, mesh: DeviceMesh, device: torch.device) -> None:
-    """Before anything else communicates: RuntimeError on all ranks of the mesh unless all have the same plan.
-
-    None: this rank found a mistake, and raises that itself when the others know.
-    """
-    digest = plan.digest if plan is not None else "0" * 64
-    words = [dist.get_rank(), *(int(digest[i : i + 8], 16) for i in range(0, 64, 8))]
-    size = len(words)
-    # shard groups first, then what each found over replicas: no rank raises before all know all
-    for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) == 1:
-            continue
-        gathered = _gather_integers(
-            words, mesh.get_group(axis), device, "comparing the sharding plans of all ranks"
-        )
-        words = list(chain.from_iterable(gathered))
-    found = {words[i]: words[i + 1 : i + size] for i in range(0, len(words), size)}
-    if plan is None:
-        return
-    mistaken = [rank for rank, other in found.items() if not any(other)]
-    if mistaken:
-        raise RuntimeError(
-            f"ranks {mistaken} found a mistake in their model, units or plan, which their own errors name; this rank "
-            "has none. Build the same model with the same settings on every rank"
-        )
-    first = min(found)
-    different = [rank for rank, other in found.items() if other != found[first]]
-    if different:
-        raise RuntimeError(
-            f"the sharding plans differ between ranks: {different} disagree with rank {first} (this rank's digest is "
-            f"{digest[:16]}). Build the same model with the same settings on every rank"
-        )
-
-
-def _order_check(
-    communication: Communication, group: dist.ProcessGroup | None, names: list[str]
-) -> Callable[[int], None]:
-    def check(index: int) -> None:
-        if group is None or communication.world_size == 1:
-            return
-        gathered = _gather_integers(
-            [index],
-            group,
-            communication.device,
-            f"agreeing that {names[index]} is gathered next",
-        )
-        indices = [values[0] for values in gathered]
-        if any(other != index for other in indices):
-            listing = ", ".join(
-                f"rank {rank}: {names[other]}" for rank, other in enumerate(indices)
-            )
-            raise RuntimeError(
-                f"ranks run different units at the same time ({listing}); every rank must run the same units in the "
-                "same order, since all ranks gather them together"
-            )
-
-    return check
-
-
-def _rows_of(named: dict[str, nn.Parameter]) -> FillRows:
-    """Fill from a model that has its values already."""
-
-    def fill(fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
-        out.copy_(named[fqn].detach()[start : start + out.shape[0]])
-
-    return fill
+    chosen = transport_class(name, len(ranks), per_host, backend)
+    return chosen(new_group_like(group, device, timeout))

@@ -1,12 +1,14 @@
-"""Storage of a unit: the owner buffer, which lives as long as the unit, and the transient one, which comes and goes.
+"""Storage of a unit: the owner buffer, which lives as long as the unit, and the transient buffer.
 
-Owns layouts and allocation. It never communicates and knows no module. Next: `param.py`, then `unit.py`.
+Owns layouts and allocation. It never communicates and knows no module. Next: `transports.py`, which
+sends what lies in these buffers.
 
 [Note: regions]
-All whole parameters of a unit with the same owner lie one after the other, in the same order and with the same
-alignment on every rank: the owner's *region*. A region is one message. On the owner it lies in the owner buffer, on
-the others in the transient buffer, and nothing is copied out of either. A parameter that is cut between ranks must be
-contiguous when gathered, so it lies outside the regions and each segment of it is a message.
+All whole parameters of a unit with the same owner lie one after the other, in the same order and
+with the same alignment on every rank. They are the owner's *region*. A region travels as one
+tensor. On the owner it lies in the owner buffer, on the other ranks in the transient buffer, and
+nothing is copied out of either. A parameter that is cut between ranks must be contiguous when
+gathered. So it lies outside the regions, and each of its segments travels as a tensor of its own.
 """
 
 from __future__ import annotations
@@ -19,23 +21,31 @@ from torch import Tensor
 
 from matrixtitan.plan.shard import MatrixShard
 
-CPU_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-CUDA_ALIGNMENT = 256  # bytes: what the caching allocator guarantees for a tensor of its own
+CPU_ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+CUDA_ALIGNMENT = 256
+"""Bytes: what the caching allocator guarantees for a tensor of its own."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one rank keeps a unit's parameters, in elements. Regions are laid out alike on every rank."""
+    """Where one rank keeps a unit's parameters, in elements.
+
+    Regions are laid out alike on every rank.
+    """
 
     region_numel: tuple[int, ...]
     """Size of each rank's region."""
     in_region: dict[str, int]
     """Offset of a whole parameter inside its owner's region."""
     owned_at: dict[str, int]
-    """Offset of this rank's rows in its owner buffer: its region, then its rows of split parameters."""
+    """Offset of this rank's rows in its owner buffer: its region, then rows of split parameters."""
     owner_numel: int
     region_at: dict[int, int]
-    """Offset of an owner's region in the transient buffer; this rank's own is absent where it stays in place."""
+    """Offset of an owner's region in the transient buffer.
+
+    This rank's own is absent where it is used in place, in the owner buffer.
+    """
     split_at: dict[str, int]
     """Offset of a gathered split parameter in the transient buffer."""
     transient_numel: int
@@ -95,9 +105,9 @@ def lay_out(
 class TransientBuffer:
     """One flat tensor whose storage exists only between `allocate` and `free`.
 
-    Views of it (the unsharded parameters, the tensors that messages are received into) are made once, before the first
-    `free`, and stay valid: the storage is resized, never replaced, so what autograd saved for backward sees the
-    refilled values.
+    Views of it, the unsharded parameters and the tensors that transports fill, are made once,
+    before the first `free`. They stay valid, because the storage is resized and never replaced. So
+    what autograd saved for backward sees the refilled values.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -105,7 +115,10 @@ class TransientBuffer:
         self._nbytes = numel * dtype.itemsize
 
     def allocate(self) -> None:
-        """Called with the compute stream current: see [Note: stream order instead of record_stream]."""
+        """Call it with the compute stream current.
+
+        See [Note: stream order instead of record_stream] in `streams.py`.
+        """
         self.flat.untyped_storage().resize_(self._nbytes)
 
     def free(self) -> None:
@@ -121,8 +134,9 @@ def alias(tensor: Tensor) -> Tensor:
     """The same storage under a version counter of its own.
 
     [Note: refilling does not touch autograd's version counter]
-    Autograd refuses a saved tensor whose version changed since it was saved. A gathered weight is freed after forward
-    and refilled before backward with the same values, which is not a change. So the parameter that autograd sees and
-    the tensors that we write through share storage but no counter: `.data`, unlike `.detach()`, gives that.
+    Autograd refuses a saved tensor whose version changed since it was saved. A gathered weight is
+    freed after forward and refilled before backward with the same values, which is no change. So
+    the parameter that autograd sees and the tensors that the runtime writes through share their
+    storage and not their counter. `.data` gives that, and `.detach()` does not.
     """
     return tensor.data

@@ -1,32 +1,35 @@
-"""When each unit is gathered, freed and reduced: the hooks around its modules, and the order that all ranks share.
+"""When each unit is gathered, freed and reduced: hooks around its modules, and the units' order.
 
-Owns the schedule of one sharded model and its state over a forward and a backward. It moves no bytes (`unit.py`).
+Owns the schedule of one sharded model, and its state over a forward and a backward. It moves no
+bytes. Next: `unit.py`, which does.
 
 [Note: when a unit's gradients are reduced]
-One autograd function on a module's inputs tells that the backward through that call is over, parameter gradients
-included, because autograd runs what was recorded later first. When a unit's last outstanding call is over, its
-gradients are reduced, with zeros for parameters that this rank did not use. Calls whose inputs need no gradient (the
-embedding), and units called from several places (tied weights), are over when the whole backward is: they reduce in
-the engine's final callback, in a fixed order. Counting gradient hooks instead would break tied weights and repeated
-forwards.
+One autograd function on a module's inputs tells when the backward through that call is over. The
+parameters' gradients are there then, because autograd runs first what was recorded last. When a
+unit's last outstanding call is over, its gradients are reduced, with zeros for parameters that this
+rank did not use. Two kinds of calls are over only when the whole backward is: calls whose inputs
+need no gradient (the embedding), and those of units called from several places (tied weights).
+Their units are reduced in the engine's final callback, in a fixed order. Counting gradient hooks
+instead would break tied weights and repeated forwards.
 
 [Note: a call lives as long as its graph]
-Only the autograd graph holds a Call. A forward whose output is dropped without a backward takes its Call with it, so
-a forgotten forward cannot hold back a later reduction. Where the output is kept, the reduction comes late, in the final
-callback: a backward leaves nothing unreduced behind. A graph that is kept may run backward again: its calls reopen.
+Only the autograd graph holds a Call. A forward whose output is dropped without a backward takes its
+Call with it, so a forgotten forward cannot delay a later reduction. Where the output is kept, the
+reduction comes late, in the final callback: a backward leaves nothing unreduced behind. A graph
+that is kept may run backward again, and its calls open again.
 
 [Note: one order on all ranks]
-Collectives match by order. Units are gathered on demand in the order of forward, which must be the same on every
-rank. The first forward checks that with a small all-gather per unit and records the order in which units first run;
-later ones prefetch by it. A rank that departs from it raises before it gathers anything else, since the others wait in
-a gather that it will not join; they learn of it when its process ends. The order stays for good: even all ranks alike
-cannot change it. Only a unit's first call in a forward is checked. How often and where it is called again may change
-between forwards, and must be the same on all ranks.
+Collectives match by order. Units are gathered on demand in the order of forward, which must be the
+same on every rank. The first forward checks that with a small all-gather per unit, and records the
+order in which units first run. Later forwards prefetch by that order. A rank that departs from it
+raises before it gathers anything else. The other ranks wait in a gather that this rank will not
+join, and learn of it when its process ends. The order is final: not even all ranks together can
+change it. Only a unit's first call in a forward is checked. How often and where it is called again
+may change between forwards, and must be the same on all ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy, cast_floating
+from matrixtitan.fsdp.nested import map_tensors, tensors_in
 from matrixtitan.fsdp.unit import Reduction, Unit
 
 
@@ -45,11 +50,12 @@ class Call:
 
     def __init__(self, state: UnitState, module: nn.Module) -> None:
         self.state = state
-        self.needs_weights = (
-            type(module) is not nn.Embedding
-        )  # a lookup's backward only needs the indices
-        self.begun = False  # its backward has begun
+        # the backward of a lookup needs the indices alone
+        self.needs_weights = type(module) is not nn.Embedding
+        self.begun = False
+        """Its backward has begun."""
         self.over = False
+        """Its backward is over."""
 
 
 class UnitState:
@@ -58,11 +64,15 @@ class UnitState:
     def __init__(self, unit: Unit, index: int, keep: bool) -> None:
         self.unit = unit
         self.index = index
-        self.keep = keep  # stays gathered between forward and backward
-        self.running: list[Call | None] = []  # forwards now executing, innermost last
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # forwards whose backward is not over
+        self.keep = keep
+        """It stays gathered between forward and backward."""
+        self.running: list[Call | None] = []
+        """Forwards that execute now, innermost last."""
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        """Forwards whose backward is not over."""
         self.modules_run: set[nn.Module] = set()
-        self.keeps_gradients = False  # accumulated without being reduced
+        self.keeps_gradients = False
+        """It has gradients that were accumulated without being reduced."""
 
     @property
     def in_backward(self) -> bool:
@@ -70,15 +80,15 @@ class UnitState:
 
     @property
     def weights_wanted(self) -> bool:
-        """A backward to come computes with the weights."""
+        """Whether a backward to come computes with the weights."""
         return any(call.needs_weights for call in self.calls)
 
 
 class Schedule:
     """The hooks of one sharded model. `states[0]` is the root unit, that of the model itself.
 
-    At most `max_reductions` units' gradients are in reduction. `check_order` raises on every rank unless all ranks
-    gather the unit of the same index now.
+    The gradients of at most `max_reductions` units are in reduction at once. `check_order` raises
+    on every rank unless all ranks now gather the unit of the same index.
     """
 
     def __init__(
@@ -89,8 +99,7 @@ class Schedule:
         prefetch: int,
         max_reductions: int,
         check_order: Callable[[int], None],
-        param_dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
+        mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self.root = root
         self.states = states
@@ -98,13 +107,15 @@ class Schedule:
         self.max_reductions = max_reductions
         self.reduce_gradients = True
         self._check_order = check_order
-        self._param_dtype = param_dtype
-        self._output_dtype = output_dtype
-        self._recorded: list[UnitState] = []  # the order of the forward now running
-        self._order: list[UnitState] | None = None  # the order of the first whole forward
+        self._mp_policy = mp_policy
+        self._recorded: list[UnitState] = []
+        """The order of the forward that runs now."""
+        self._order: list[UnitState] | None = None
+        """The order of the first whole forward."""
         self._in_root_forward = False
         self._in_backward = False
-        self._begun: list[Call] = []  # calls whose backward began in the backward now running
+        self._begun: list[Call] = []
+        """Calls whose backward began in the backward that runs now."""
         self._reductions: list[Reduction] = []
         self._handles: list[Any] = []
         self._install()
@@ -131,22 +142,27 @@ class Schedule:
         self.reshard()
 
     def reshard(self) -> None:
-        """Free every gathered unit: parameters() yields the sharded ones again, and no stale copy can train on."""
+        """Free every gathered unit.
+
+        `parameters()` yields the sharded ones again, and no stale copy can train on.
+        """
         for state in self.states:
             state.unit.reshard()
             state.modules_run.clear()
 
-    # --- forward ---------------------------------------------------------------------------------------------------
+    # --- forward -------------------------------------------------------------------------------
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward:
             if _backward_is_running():
-                return  # a recomputation, with the whole model inside a checkpoint
+                # a recomputation: the whole model is inside a checkpoint
+                return
             self._abandon_backward()
         for state in self.states:
             state.unit.check_materialized()
             state.running.clear()
-        self.reshard()  # whatever an earlier forward left gathered may be stale by now
+        # what an earlier forward left gathered may be stale by now
+        self.reshard()
         self._recorded = []
         self._in_root_forward = True
 
@@ -154,15 +170,15 @@ class Schedule:
         self, state: UnitState, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         unit = state.unit
-        if (
-            state.in_backward
-        ):  # recomputed by a checkpoint outside the unit: weights are needed, hooks are in place
+        if state.in_backward:
+            # recomputed by a checkpoint outside the unit, which needs the weights and no more hooks
             unit.finish_unshard()
             return None
         if self._in_backward and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{unit.name}: forward runs inside backward, before the backward of its first forward began; "
-                "reentrant checkpointing is not supported: use torch.utils.checkpoint with use_reentrant=False"
+                f"{unit.name}: forward runs inside backward, before the backward of its first "
+                "forward began; reentrant checkpointing is not supported: use "
+                "torch.utils.checkpoint with use_reentrant=False"
             )
         if (
             unit.state == "sharded"
@@ -176,10 +192,7 @@ class Schedule:
             self._check_recorded_order(state)
             self._recorded.append(state)
         self._gather(state, self._order, step=1)
-        if self._param_dtype is not None:
-            args, kwargs = _map_tensors(
-                (args, kwargs), partial(_cast_floating, dtype=self._param_dtype)
-            )
+        args, kwargs = cast_floating((args, kwargs), self._mp_policy.param_dtype)
         call = None
         if torch.is_grad_enabled():
             call = Call(state, module)
@@ -196,13 +209,17 @@ class Schedule:
         expected = self._order[position].unit.name if position < len(self._order) else "none"
         if state.unit.name != expected:
             raise RuntimeError(
-                f"this forward runs other units than the first one did, or in another order: after {position} units "
-                f"comes {state.unit.name}, expected is {expected}. Every forward on every rank must run the same units "
-                "in the order of the first, since all ranks gather them together; branch inside a unit instead"
+                "this forward runs other units than the first one did, or in another order: after "
+                f"{position} units comes {state.unit.name}, expected is {expected}. Every forward "
+                "on every rank must run the same units in the order of the first, since all "
+                "ranks gather them together; branch inside a unit instead"
             )
 
     def _gather(self, state: UnitState, order: list[UnitState] | None, step: int) -> None:
-        """Gather one unit and begin with the next ones in `order`, its own first."""
+        """Gather one unit, and begin to gather the next ones in `order`; its own comes first.
+
+        `step` 1: the next ones are those after it, in forward. -1: those before it, in backward.
+        """
         state.unit.start_unshard()
         if order is not None and state in order:
             position = order.index(state)
@@ -215,19 +232,22 @@ class Schedule:
 
     def _post_forward(self, state: UnitState, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.root:
-            self._in_root_forward = False  # here, since this hook also runs where forward raised
+            # not in _root_post_forward: this hook runs also where forward raised
+            self._in_root_forward = False
         if not state.running:
-            return  # recomputed inside backward, or stopped by an error before it began
+            # recomputed inside backward, or stopped by an error before it began
+            return
         call = state.running.pop()
         needs_grad = False
         if call is not None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._pre_backward, call))
                     needs_grad = True
         state.modules_run.add(module)
         if len(state.modules_run) < len(state.unit.modules) and self._in_root_forward:
-            return  # tied: its other module is still to come
+            # tied: its other module is still to come
+            return
         state.modules_run.clear()
         if not (state.keep and needs_grad):
             state.unit.reshard()
@@ -240,18 +260,18 @@ class Schedule:
         elif len(self._recorded) < len(self._order):
             missing = [state.unit.name for state in self._order[len(self._recorded) :]]
             raise RuntimeError(
-                f"this forward ended without units that the first one ran: {missing}. Every forward on every rank must "
-                "run the same units, since all ranks gather them together; branch inside a unit instead"
+                f"this forward ended without units that the first one ran: {missing}. Every "
+                "forward on every rank must run the same units, since all ranks gather them "
+                "together; branch inside a unit instead"
             )
         for state in self.states:
-            if state.modules_run:  # tied, but only one of its modules ran
+            if state.modules_run:
+                # tied, and only one of its modules ran
                 state.modules_run.clear()
                 state.unit.reshard()
-        if self._output_dtype is not None:
-            return _map_tensors(output, partial(_cast_floating, dtype=self._output_dtype))
-        return None
+        return cast_floating(output, self._mp_policy.output_dtype)
 
-    # --- backward --------------------------------------------------------------------------------------------------
+    # --- backward ------------------------------------------------------------------------------
 
     def _pre_backward(self, call: Call, grad: Tensor) -> None:
         state = call.state
@@ -260,7 +280,8 @@ class Schedule:
             _at_end_of_backward(self._end_backward)
         if call.over or not call.begun:
             call.begun, call.over = True, False
-            state.calls.add(call)  # again, where its graph is kept
+            # where its graph was kept, the call opens again
+            state.calls.add(call)
             self._begun.append(call)
         if call.needs_weights:
             self._gather(state, self._order, step=-1)
@@ -273,7 +294,8 @@ class Schedule:
         state = call.state
         state.calls.discard(call)
         if len(state.unit.modules) == 1 or not state.weights_wanted:
-            state.unit.reshard()  # else its next module's backward follows at once
+            # otherwise the backward of its next module follows at once
+            state.unit.reshard()
         if not state.calls:
             self._reduce(state)
 
@@ -286,9 +308,11 @@ class Schedule:
             return
         most = self.max_reductions
         if len(self._reductions) > most and self._reductions[-most - 1].accumulates:
-            self._reductions.pop(-most - 1).finish()  # or this rank's gradients would be here twice
+            # otherwise this rank would hold its gradients twice
+            self._reductions.pop(-most - 1).finish()
         if len(self._reductions) >= most:
-            self._reductions[-most].wait_for_owners()  # bounds the full gradients alive
+            # bounds the full gradients that are alive
+            self._reductions[-most].wait_for_owners()
         self._reductions.append(state.unit.start_reduce())
 
     def _end_backward(self) -> None:
@@ -296,7 +320,8 @@ class Schedule:
             late = {call.state for call in self._begun if not call.over}
             self._close_calls()
             late |= {call.state for call in self._begun if call.state.calls}
-            if self.reduce_gradients:  # of earlier backwards, where this one did not come by
+            if self.reduce_gradients:
+                # units with gradients of earlier backwards that this one did not reach
                 late |= {state for state in self.states if state.keeps_gradients}
             for state in sorted(late, key=lambda s: s.index, reverse=True):
                 state.unit.reshard()
@@ -315,9 +340,9 @@ class Schedule:
             call.state.calls.discard(call)
 
     def _abandon_backward(self) -> None:
-        """The last backward raised, on every rank: drop its gradients, and unreduced ones of those before.
+        """Drop the last backward's gradients and all unreduced ones; it raised, on every rank.
 
-        What it has added to gradients of earlier backwards stays, as in plain PyTorch.
+        What it has added to reduced gradients of earlier backwards stays, as in plain PyTorch.
         """
         self._close_calls()
         for reduction in self._reductions:
@@ -334,7 +359,7 @@ class Schedule:
 
 
 class _PostBackward(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs when the module's own is over."""
+    """Identity on a module's inputs, whose backward runs when the module's own is over."""
 
     @staticmethod
     def forward(ctx: Any, schedule: Schedule, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -350,64 +375,29 @@ class _PostBackward(torch.autograd.Function):
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward now running is over.
+    """Run `callback` when the backward that runs now is over.
 
-    Private in PyTorch up to 2.15; DDP and FSDP2 use it too, and no public hook runs at that point. Only used here.
+    `queue_callback` is private in PyTorch up to 2.15. DDP and FSDP2 use it too, and no public hook
+    runs at that point. It is used only here.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _backward_is_running() -> bool:
-    """In this thread. Private in PyTorch up to 2.15, which uses it for checkpointing. Only used here."""
+    """Whether a backward runs in this thread.
+
+    `_current_graph_task_id` is private in PyTorch up to 2.15, which uses it for checkpointing. It
+    is used only here.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def _watch_inputs(schedule: Schedule, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Pass every input that needs a gradient through one _PostBackward."""
-    inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
     watched: Iterator[Tensor] = iter(_PostBackward.apply(schedule, call, *inputs))
-    return _map_tensors(
+    return map_tensors(
         (args, kwargs), lambda tensor: next(watched) if tensor.requires_grad else tensor
     )
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, dicts and dataclasses, in a fixed order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, field.name))
-
-
-def _map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with `fn` applied to each tensor, in the order of `_tensors`."""
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, dict):
-        mapped = {key: _map_tensors(value, fn) for key, value in tree.items()}
-        return mapped if type(tree) is dict else type(tree)(**mapped)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map_tensors(value, fn) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map_tensors(value, fn) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changes = {
-            f.name: _map_tensors(getattr(tree, f.name), fn)
-            for f in dataclasses.fields(tree)
-            if f.init
-        }
-        return dataclasses.replace(tree, **changes)
-    return tree
-
-
-def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,7 +1,8 @@
-"""One parameter's two lives: the sharded one that optimizers see and the unsharded one that computes.
+"""One parameter, sharded as optimizers see it and unsharded as modules compute with it.
 
-Both nn.Parameter objects exist once; a module's attribute is switched between them. This file never communicates and
-never allocates the buffers they view (`unit.py` does).
+Owns both nn.Parameter objects, which exist once, and the switch of a module's attribute between
+them. It never communicates, and never allocates the buffers that they view (`unit.py` does).
+Next: `buffers.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ class Slot:
 
 
 class ShardedParam:
-    """`sharded`: this rank's rows, stored dtype, shape (rows, *shape[1:]), zero rows where it owns none.
-    `unsharded`: the full shape in compute dtype; its storage is there only while the unit is gathered."""
+    """A parameter's two nn.Parameter objects, and its gradient before reduction.
+
+    `sharded`: this rank's rows in stored dtype, shape (rows, *shape[1:]); zero rows where it owns
+    none. `unsharded`: the full shape in compute dtype; it has storage only while the unit is
+    gathered.
+    """
 
     def __init__(
         self, shard: MatrixShard, slots: list[Slot], rank: int, dtype: torch.dtype, trainable: bool
@@ -39,16 +44,19 @@ class ShardedParam:
             requires_grad=trainable,
         )
         self.unsharded: nn.Parameter | None = None
-        self.unreduced_grad: Tensor | None = (
-            None  # full shape, reduce dtype: accumulated without reducing
-        )
+        # full shape, reduce dtype: accumulated without reducing
+        self.unreduced_grad: Tensor | None = None
 
     @property
     def fqn(self) -> str:
         return self.shard.fqn
 
     def bind(self, sharded: Tensor, unsharded: Tensor) -> None:
-        """Give both lives their storage. The tensors must be aliases: see [Note: refilling ...] in buffers.py."""
+        """Give both parameters their storage.
+
+        The tensors must be aliases: see [Note: refilling does not touch autograd's version counter]
+        in `buffers.py`.
+        """
         self.sharded = nn.Parameter(sharded, requires_grad=self.trainable)
         self.unsharded = nn.Parameter(unsharded, requires_grad=self.trainable)
         self.use_sharded()
@@ -62,20 +70,22 @@ class ShardedParam:
         for slot in self.slots:
             if getattr(slot.module, slot.name) is not self.sharded:
                 raise RuntimeError(
-                    f"{self.fqn} was replaced after fully_shard (by load_state_dict(assign=True), module.to() or an "
-                    "assignment?); copy new values into the sharded parameter in place instead"
+                    f"{self.fqn} was replaced after fully_shard (by load_state_dict(assign=True), "
+                    "module.to() or an assignment?); copy new values into the sharded parameter in "
+                    "place instead"
                 )
             if self.sharded.requires_grad != self.trainable:
                 raise RuntimeError(
-                    f"requires_grad of {self.fqn} was changed after fully_shard, which takes no notice of it; set it "
-                    "before"
+                    f"requires_grad of {self.fqn} was changed after fully_shard, which takes no "
+                    "notice of it; set it before"
                 )
             setattr(slot.module, slot.name, self.unsharded)
 
     def take_gradient(self) -> Tensor | None:
-        """The full local gradient (shape of the full parameter), unreduced ones included; None if unused.
+        """Return this rank's gradient, of the full shape, and drop every reference to it.
 
-        In compute dtype, or in reduce dtype where one was kept unreduced. It is no longer referenced from here.
+        It includes what was kept unreduced, and is in reduce dtype then, else in compute dtype.
+        None: the parameter was not used.
         """
         assert self.unsharded is not None
         grad, self.unsharded.grad = self.unsharded.grad, None
@@ -85,6 +95,6 @@ class ShardedParam:
         return kept if grad is None else kept.add_(grad)
 
     def keep_gradient(self, dtype: torch.dtype) -> None:
-        """Accumulate the local gradient without reducing it, in `dtype` (reduce dtype)."""
+        """Accumulate this rank's gradient without reducing it, in `dtype` (reduce dtype)."""
         grad = self.take_gradient()
         self.unreduced_grad = None if grad is None else grad.to(dtype)

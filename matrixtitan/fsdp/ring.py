@@ -1,20 +1,25 @@
-"""The ring transport: each rank receives from its left neighbour and sends to its right one, chunk by chunk.
+"""The ring transport: each rank receives chunks from its left neighbour and sends to its right one.
 
-Gloo only: receives posted ahead of their sends would deadlock NCCL. A thread of its own forwards while the main
-thread computes; one transport has one thread, so its operations begin in the order they were issued.
+Owns the order of chunks on a link. Gloo only: receives posted ahead of their sends would deadlock
+NCCL. It never runs on the main thread: one thread per transport forwards while the main thread
+computes, so operations begin in the order in which they were issued. Next: `background.py`, that
+thread.
 
 [Note: order of chunks on a link]
-Unshard: rank r's link carries the pieces of owners r, r-1, ..., r+2: its own first, then what arrives, and never those
-of its right neighbour. Reduction: sums of owner o's pieces start at o+1 and end at o, so rank r's link carries owners
-r-1, r-2, ..., r+1. Both ends of a link derive the same list, so messages need no tags, and sums are added in ring
-order: two runs give the same bits.
+Unshard: rank r's link carries the tensors of owners r, r-1, ..., r+2: its own first, then what
+arrives, and never those of its right neighbour. Reduction: sums of owner o's tensors start at o+1
+and end at o, so rank r's link carries those of owners r-1, r-2, ..., r+1. Both ends of a link
+derive the same list, so messages need no tags. Sums are added in ring order, so two runs are
+bitwise identical.
 
 [Note: where the next operation begins]
-A rank that owns little of a unit must receive most of it, so one link or another carries more than the rest, each unit
-another one. A rank may begin the next operation, if it is there, when it has sent all of the last and posted all its
-receives (both must keep their order on a link), while what goes no further still arrives. So links wait for each other
-mostly where their sums over several units differ. It is not perfect: a reduction posts 2 MB of receives ahead, to save
-memory, so its last own sums must be near; and the thread looks for the next operation between two chunks.
+A rank that owns little of a unit must receive most of it. So in each unit one link carries more
+than the others, and it is another link in another unit. A rank may begin the next operation, if it
+has been issued, when it has sent all of the last one and posted all its receives; both must keep
+their order on a link. What goes no further may still arrive then. So links wait for each other
+mostly where their sums over several units differ. Two limits remain. A reduction posts only 2 MB of
+receives ahead, to save memory, so the next operation waits until the last of its own sums are that
+near. And the thread looks for the next operation only between two chunks.
 """
 
 from __future__ import annotations
@@ -28,16 +33,21 @@ from torch import Tensor
 
 from matrixtitan.fsdp.background import Background, Steps, chunk_bytes
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, Transport, chunks_by_owner
+from matrixtitan.fsdp.transports import OwnedTensor, Transport, chunks_by_owner
 
 POSTED_BYTES = 2 << 20
-"""What each reduction's receives take that are posted before their data is needed: gloo starts sending only into a
-posted receive, and a neighbour that has no core for a while must not stop the link. 8 chunks of the largest, 85 of the
-smallest size."""
+"""Bytes of the receives that each reduction posts before it needs their data.
+
+Gloo starts to send only into a posted receive, and a neighbour that has no core for a while must
+not stop the link. These are 8 chunks of the largest size, or 85 of the smallest.
+"""
 
 
 class Ring(Transport):
-    """Bytes on a link: S - s_(r+1) to gather, S - s_r to reduce, whatever the balance between owners."""
+    """Rank r sends S - s_(r+1) bytes to gather and S - s_r to reduce, whatever the balance.
+
+    S is the bytes of a unit, s_r those that rank r owns.
+    """
 
     name = "ring"
 
@@ -47,17 +57,17 @@ class Ring(Transport):
         self._right = (self.rank + 1) % self.world_size
         self._background = Background(f"ring of rank {self.rank}")
 
-    def unshard(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._background.submit(self._unshard(pieces))]
+    def unshard(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        return [self._background.submit(self._unshard(tensors))]
 
-    def reduce(self, pieces: Sequence[Piece]) -> Sequence[Work]:
-        return [self._background.submit(self._reduce(pieces))]
+    def reduce(self, tensors: Sequence[OwnedTensor]) -> Sequence[Work]:
+        return [self._background.submit(self._reduce(tensors))]
 
     def close(self) -> None:
         self._background.close()
 
-    def _unshard(self, pieces: Sequence[Piece]) -> Steps:
-        by_owner = chunks_by_owner(pieces, self.world_size, self._chunk_bytes(pieces))
+    def _unshard(self, tensors: Sequence[OwnedTensor]) -> Steps:
+        by_owner = chunks_by_owner(tensors, self.world_size, self._chunk_bytes(tensors))
         incoming = [
             (owner, chunk)
             for owner in self._owners_back_from(self._left)
@@ -69,7 +79,8 @@ class Ring(Transport):
         ]
         sends = [self._send(chunk) for chunk in by_owner[self.rank]]
         for (owner, chunk), receive in zip(incoming, receives, strict=True):
-            yield owner == self._right  # these come last and go no further
+            # those of the right neighbour come last and go no further
+            yield owner == self._right
             _wait(receive)
             if owner != self._right:
                 sends.append(self._send(chunk))
@@ -77,9 +88,9 @@ class Ring(Transport):
             yield True
             _wait(send)
 
-    def _reduce(self, pieces: Sequence[Piece]) -> Steps:
-        size = self._chunk_bytes(pieces)
-        by_owner = chunks_by_owner(pieces, self.world_size, size)
+    def _reduce(self, tensors: Sequence[OwnedTensor]) -> Steps:
+        size = self._chunk_bytes(tensors)
+        by_owner = chunks_by_owner(tensors, self.world_size, size)
         incoming = deque(
             (owner, mine)
             for owner in self._owners_back_from((self.rank - 2) % self.world_size)
@@ -96,11 +107,14 @@ class Ring(Transport):
                     (owner, mine, space, dist.irecv(space, group=self.group, group_src=self._left))
                 )
 
-        post(POSTED_BYTES // size)  # first: word of it would queue behind what this rank sends
-        sends = [self._send(chunk) for chunk in by_owner[self._left]]  # sums that start here
+        # first, since the notice of a receive would queue behind what this rank sends
+        post(POSTED_BYTES // size)
+        # the sums that start here
+        sends = [self._send(chunk) for chunk in by_owner[self._left]]
         while posted:
             owner, mine, received, work = posted.popleft()
-            yield not incoming and owner == self.rank  # sums of this rank's own come last
+            # this rank's own sums come last
+            yield not incoming and owner == self.rank
             _wait(work)
             mine.add_(received)
             post(1)
@@ -110,8 +124,8 @@ class Ring(Transport):
             yield True
             _wait(send)
 
-    def _chunk_bytes(self, pieces: Sequence[Piece]) -> int:
-        return chunk_bytes(sum(tensor.nbytes for _, tensor in pieces), self.world_size)
+    def _chunk_bytes(self, tensors: Sequence[OwnedTensor]) -> int:
+        return chunk_bytes(sum(tensor.nbytes for _, tensor in tensors), self.world_size)
 
     def _send(self, chunk: Tensor) -> Work | None:
         return dist.isend(chunk, group=self.group, group_dst=self._right)

@@ -1,13 +1,15 @@
-"""Where communication runs: a CUDA stream of its own, or the backend's worker threads on the CPU.
+"""Where communication runs: on a CUDA stream of its own, or on the backend's threads for the CPU.
 
-A Channel is one independent order of communications (unshards, reductions, replica all-reduces). It decides when they
-may start and how a waiter waits; it issues nothing itself (`transports.py` does).
+Owns the Channel, one independent order of communications (unshards, reductions, or all-reduces over
+replicas). It decides when they may start and how a waiter waits. It issues nothing itself:
+`transports.py` does. This is the last file of the package.
 
 [Note: stream order instead of record_stream]
-Every buffer that communication touches is allocated while the compute stream is current, and freed there too, after
-the compute stream has waited for the communication. The allocator therefore reuses it in compute-stream order, and a
-communication that starts after an event recorded on the compute stream sees it unused. No `record_stream` is needed,
-whose deferred frees make peak memory depend on timing.
+Every buffer that communication touches is allocated while the compute stream is current. It is
+freed there too, after the compute stream has waited for the communication. The allocator therefore
+reuses the buffer in compute-stream order. A communication that starts after an event recorded on
+the compute stream finds the buffer unused. So `record_stream` is not needed, whose deferred frees
+make peak memory depend on timing.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ import torch
 
 
 class Work(Protocol):
-    """What a transport returns: something to wait for (a `torch.distributed.Work`, or a thread's result)."""
+    """What a transport returns to wait for: a `torch.distributed.Work`, or a thread's task."""
 
     def wait(self) -> object: ...
 
 
 class Pending:
-    """Communication in flight. `wait` makes the compute stream (CUDA) or this thread (CPU) wait for it, once.
+    """Communication in flight, for the compute stream (CUDA) or this thread (CPU) to wait for.
 
-    Once a part of it failed, `wait` raises at every call: what the buffers hold is not what was sent, and other parts
-    may still be written into them, so they must not be freed for another use. Those are not waited for, since each
-    may time out for itself.
+    It is waited for once. After a part has failed, `wait` raises at every call: the buffers do not
+    hold what was sent, and other parts may still write into them, so they must not be freed for
+    another use. The other parts are not waited for, since each may take its own timeout.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class Pending:
 
     def wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(
-                self._event
-            )  # what comes next reads the received data
+            # what compute does next reads the received data
+            torch.cuda.current_stream().wait_event(self._event)
             self._event = None
         try:
             while self._error is None and self._works:
                 self._works[0].wait()
-                self._works.popleft()  # once is all that gloo's can be waited for
+                # gloo's works can be waited for only once
+                self._works.popleft()
         except RuntimeError as error:
             self._error = error
         if self._error is not None:
@@ -62,7 +64,7 @@ class Pending:
 
 
 def failure(what: str, error: RuntimeError) -> RuntimeError:
-    """What to raise where a communication ended with `error`, whose own text says nothing of its purpose."""
+    """The error to raise where `what` ended with `error`, which does not name its purpose."""
     return RuntimeError(f"{what} failed: another rank died, or timed out: {error}")
 
 
@@ -73,17 +75,21 @@ class Channel:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, issue: Callable[[], Sequence[Work]], what: str) -> Pending:
-        """Run `issue` after all that the compute stream has been given so far; `what` names it in errors."""
+        """Run `issue` after all that the compute stream has been given so far.
+
+        `what` names the communication in errors.
+        """
         if self._stream is None:
             try:
                 return Pending(issue(), None, what)
-            except RuntimeError as error:  # gloo's, on connections that an earlier failure closed
+            except RuntimeError as error:
+                # gloo raises it at once on connections that an earlier failure closed
                 return Pending((), None, what, error)
-        self._stream.wait_stream(
-            torch.cuda.current_stream()
-        )  # buffers exist, owners' rows are written
+        # by then buffers exist and owners' rows are written
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for work in issue():
-                work.wait()  # makes this stream wait for the backend's own, not the CPU
+                # makes this stream wait for the backend's stream; the CPU does not wait
+                work.wait()
             event = self._stream.record_event()
         return Pending((), event, what)

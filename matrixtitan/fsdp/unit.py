@@ -1,7 +1,13 @@
-"""One unit's life: SHARDED -> (unshard) -> UNSHARDED -> (reshard) -> SHARDED, and its gradients' way to their owners.
+"""One unit's life, SHARDED -> (unshard) -> UNSHARDED -> (reshard) -> SHARDED, and its reductions.
 
-Owns the unit's buffers and its parameters' state. It is told when to do what by `hooks.py` and moves bytes through
-`transports.py`.
+Owns the unit's buffers and the state of its parameters. It never decides when: `hooks.py` does.
+Next: `param.py` and `buffers.py`, what a unit consists of; `transports.py`, how its bytes move.
+
+[Note: labels in a trace]
+A trace of torch.profiler shows spans that carry the unit's name: `matrix_fsdp::unshard` and
+`matrix_fsdp::reduce` where the communication is issued, `matrix_fsdp::unshard_wait` and
+`matrix_fsdp::reduce_wait` where compute waits for it, and with replicas `matrix_fsdp::all_reduce`
+where that is issued. All lie outside compiled regions.
 """
 
 from __future__ import annotations
@@ -13,29 +19,34 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from matrixtitan.fsdp.buffers import Layout, TransientBuffer, alias, element_alignment, lay_out
+from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel, Pending, Work
-from matrixtitan.fsdp.transports import Piece, Transport
+from matrixtitan.fsdp.transports import OwnedTensor, Transport
 
 PACK_BELOW = 64 * 1024
-"""Bytes. Smaller gradients with the same owner are reduced in one message; larger ones go as autograd made them, which
-saves the copy."""
+"""Bytes. Smaller gradients with the same owner are packed and reduced as one tensor. Larger ones
+are reduced where autograd made them, which saves the copy."""
 
 FillRows = Callable[[str, tuple[int, ...], int, Tensor], None]
-"""(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's value into `out`."""
+"""(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's value into
+`out`."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """What all units share: who we are and how bytes move. `unshard`/`reduce` are None in a group of one rank."""
+    """What all units share: this rank, its shard group's size, and how bytes move."""
 
     rank: int
     world_size: int
     device: torch.device
     unshard: Transport | None
+    """None in a shard group of one rank."""
     reduce: Transport | None
+    """None in a shard group of one rank."""
     replicas: dist.ProcessGroup | None
     unshard_channel: Channel
     reduce_channel: Channel
@@ -52,8 +63,7 @@ class Unit:
         modules: list[nn.Module],
         params: list[ShardedParam],
         communication: Communication,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self.name = name
         self.modules = modules
@@ -61,19 +71,23 @@ class Unit:
         self.state: Literal["sharded", "unsharding", "unsharded"] = "sharded"
         self._comm = communication
         self.stored_dtype = params[0].dtype if params else torch.get_default_dtype()
-        self.compute_dtype = param_dtype or self.stored_dtype
-        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.compute_dtype = mp_policy.param_dtype or self.stored_dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or self.compute_dtype
+        self.labels = Labels(name)
         self._pending: Pending | None = None
         self._transient: TransientBuffer | None = None
-        self._pieces: list[Piece] = []
-        self._copies: list[
-            tuple[Tensor, Tensor]
-        ] = []  # (into the transient buffer, from the owner buffer)
+        # what an unshard sends, the same list on every rank
+        self._gathered: list[OwnedTensor] = []
+        # (into the transient buffer, from the owner buffer)
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
-    # --- storage ---------------------------------------------------------------------------------------------------
+    # --- storage -------------------------------------------------------------------------------
 
     def materialize(self, fill_rows: FillRows | None) -> None:
-        """Allocate the owner buffer and make both lives of every parameter real."""
+        """Allocate the owner buffer, and give storage to the sharded and the unsharded parameters.
+
+        `fill_rows` writes the values of this rank's rows. None leaves zeros.
+        """
         comm = self._comm
         smallest = min(self.stored_dtype, self.compute_dtype, key=lambda dtype: dtype.itemsize)
         layout = lay_out(
@@ -85,7 +99,7 @@ class Unit:
         )
         owned = torch.zeros(layout.owner_numel, dtype=self.stored_dtype, device=comm.device)
         self._transient = TransientBuffer(layout.transient_numel, self.compute_dtype, comm.device)
-        self._prepare_messages(layout, owned, self._transient.flat)
+        self._prepare_unshard(layout, owned, self._transient.flat)
         for param in self.params:
             shard, segment = param.shard, param.segment
             if not shard.is_whole:
@@ -106,11 +120,13 @@ class Unit:
                 fill_rows(param.fqn, shard.shape, segment.start, param.sharded.data)
         self._transient.free()
 
-    def _prepare_messages(self, layout: Layout, owned: Tensor, transient: Tensor) -> None:
-        """What an unshard sends, and what it first copies into the transient buffer: rows of split parameters, and
-        this rank's own region where it is cast."""
+    def _prepare_unshard(self, layout: Layout, owned: Tensor, transient: Tensor) -> None:
+        """List what an unshard sends, and what it first copies into the transient buffer.
+
+        It copies this rank's rows of split parameters, and its own region where that is cast.
+        """
         rank = self._comm.rank
-        self._pieces, self._copies = [], []
+        self._gathered, self._copies = [], []
         for owner, numel in enumerate(layout.region_numel):
             if not numel:
                 continue
@@ -120,7 +136,7 @@ class Unit:
                     self._copies.append((tensor, owned[:numel]))
             else:
                 tensor = owned[:numel]
-            self._pieces.append(Piece(owner, tensor))
+            self._gathered.append(OwnedTensor(owner, tensor))
         for param in self.params:
             shard = param.shard
             if len(shard.segments) < 2:
@@ -128,7 +144,7 @@ class Unit:
             full = transient[layout.split_at[shard.fqn] :][: shard.numel]
             for segment in shard.segments:
                 rows = full[segment.start * shard.row_numel : segment.stop * shard.row_numel]
-                self._pieces.append(Piece(segment.rank, rows))
+                self._gathered.append(OwnedTensor(segment.rank, rows))
                 if segment.rank == rank:
                     mine = layout.owned_at[shard.fqn]
                     self._copies.append((rows, owned[mine : mine + rows.numel()]))
@@ -142,11 +158,11 @@ class Unit:
         for param in self.params:
             if param.sharded.is_meta:
                 raise RuntimeError(
-                    f"{param.fqn} is still on the meta device at the first forward; call materialize() on what "
-                    "fully_shard returned before running the model"
+                    f"{param.fqn} is still on the meta device at the first forward; call "
+                    "materialize() on what fully_shard returned before running the model"
                 )
 
-    # --- weights ---------------------------------------------------------------------------------------------------
+    # --- weights -------------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
         """Begin to gather; a no-op unless SHARDED. All ranks must call it in the same order."""
@@ -156,19 +172,20 @@ class Unit:
         if not self.params:
             return
         self.check_materialized()
-        transient, pieces, copies = self._transient, self._pieces, self._copies
+        transient, gathered, copies = self._transient, self._gathered, self._copies
         assert transient is not None
         transport = self._comm.unshard
-        transient.allocate()
 
         def issue() -> Sequence[Work]:
             with torch.no_grad():
                 for target, source in copies:
-                    # my rows of split parameters, and the one cast to compute dtype
+                    # this rank's rows of split parameters; the only cast to compute dtype
                     target.copy_(source)
-            return transport.unshard(pieces) if transport is not None and pieces else ()
+            return transport.unshard(gathered) if transport is not None and gathered else ()
 
-        self._pending = self._comm.unshard_channel.submit(issue, f"gathering {self.name}")
+        with record_function(self.labels.unshard):
+            transient.allocate()
+            self._pending = self._comm.unshard_channel.submit(issue, f"gathering {self.name}")
 
     def finish_unshard(self) -> None:
         """Wait for the weights and put them into the modules."""
@@ -176,7 +193,8 @@ class Unit:
         if self.state == "unsharded":
             return
         if self._pending is not None:
-            self._pending.wait()
+            with record_function(self.labels.unshard_wait):
+                self._pending.wait()
             self._pending = None
         for param in self.params:
             param.use_unsharded()
@@ -186,21 +204,22 @@ class Unit:
         """Free the gathered weights and put the sharded parameters back."""
         if self.state == "sharded":
             return
-        self.finish_unshard()  # a prefetch in flight still writes into the buffer
+        # a prefetch in flight still writes into the buffer
+        self.finish_unshard()
         for param in self.params:
             param.use_sharded()
         if self._transient is not None:
             self._transient.free()
         self.state = "sharded"
 
-    # --- gradients -------------------------------------------------------------------------------------------------
+    # --- gradients -----------------------------------------------------------------------------
 
     @property
     def trainable(self) -> bool:
         return any(param.trainable for param in self.params)
 
     def keep_gradients(self) -> None:
-        """End a backward without reducing: full gradients stay here, in reduce dtype."""
+        """End a backward without reducing: full gradients stay on this rank, in reduce dtype."""
         for param in self.params:
             if param.trainable:
                 param.keep_gradient(self.reduce_dtype)
@@ -212,9 +231,15 @@ class Unit:
                 param.take_gradient()
 
     def start_reduce(self) -> Reduction:
-        """Send every gradient to its owner. A parameter unused on this rank counts as zeros, so that ranks agree on
-        what is sent."""
-        pieces: list[Piece] = []
+        """Begin to sum every gradient onto its owner.
+
+        A parameter unused on this rank counts as zeros, so that all ranks send the same list.
+        """
+        with record_function(self.labels.reduce):
+            return self._start_reduce()
+
+    def _start_reduce(self) -> Reduction:
+        reduced: list[OwnedTensor] = []
         mine: list[tuple[ShardedParam, Tensor]] = []
         small: dict[int, list[tuple[ShardedParam, Tensor]]] = {}
         for param in self.params:
@@ -231,53 +256,71 @@ class Unit:
             rows = grad.view(-1)
             for segment in shard.segments:
                 part = rows[segment.start * shard.row_numel : segment.stop * shard.row_numel]
-                pieces.append(Piece(segment.rank, part))
+                reduced.append(OwnedTensor(segment.rank, part))
                 if segment.rank == self._comm.rank:
                     mine.append((param, part))
         for owner, group in sorted(small.items()):
             flat = torch.cat([grad.view(-1) for _, grad in group])
-            pieces.append(Piece(owner, flat))
+            reduced.append(OwnedTensor(owner, flat))
             if owner == self._comm.rank:
                 parts = flat.split([grad.numel() for _, grad in group])
                 mine += [(param, part) for (param, _), part in zip(group, parts, strict=True)]
-        pieces = [piece for piece in pieces if piece.tensor.numel()]
+        reduced = [owned for owned in reduced if owned.tensor.numel()]
         transport = self._comm.reduce
 
         def issue() -> Sequence[Work]:
-            return transport.reduce(pieces) if transport is not None and pieces else ()
+            return transport.reduce(reduced) if transport is not None and reduced else ()
 
         pending = self._comm.reduce_channel.submit(issue, f"reducing the gradients of {self.name}")
-        return Reduction(self, pending, pieces, mine)
+        return Reduction(self, pending, reduced, mine)
+
+
+class Labels:
+    """Names of one unit's spans in a trace; see [Note: labels in a trace]."""
+
+    def __init__(self, unit: str) -> None:
+        self.unshard = f"matrix_fsdp::unshard {unit}"
+        self.unshard_wait = f"matrix_fsdp::unshard_wait {unit}"
+        self.reduce = f"matrix_fsdp::reduce {unit}"
+        self.reduce_wait = f"matrix_fsdp::reduce_wait {unit}"
+        self.all_reduce = f"matrix_fsdp::all_reduce {unit}"
 
 
 class Reduction:
-    """Gradients of one unit on their way. Holds every buffer until the compute stream has waited for it."""
+    """Gradients of one unit in reduction.
+
+    It holds every buffer until the compute stream has waited for the communication.
+    """
 
     def __init__(
         self,
         unit: Unit,
         pending: Pending,
-        pieces: list[Piece],
+        reduced: list[OwnedTensor],
         mine: list[tuple[ShardedParam, Tensor]],
     ) -> None:
         self._unit = unit
         self._pending: Pending | None = pending
         self._replicas: Pending | None = None
-        self._pieces = pieces
+        self._reduced = reduced
         self._mine = mine
 
     @property
     def accumulates(self) -> bool:
-        """Its sums will be added to gradients that are there already, instead of becoming them."""
+        """Whether its sums will be added to gradients that are there already."""
         return any(param.sharded.grad is not None for param, _ in self._mine)
 
     def wait_for_owners(self) -> None:
-        """The sums are on their owners and full gradients are freed; with replicas, their all-reduce has begun."""
+        """Wait until the sums are on their owners, and free the full gradients.
+
+        With replicas it also begins the all-reduce of the sums over them.
+        """
         if self._pending is None:
             return
-        self._pending.wait()
+        with record_function(self._unit.labels.reduce_wait):
+            self._pending.wait()
         self._pending = None
-        self._pieces = []
+        self._reduced = []
         comm = self._unit._comm
         # rows of a larger gradient move out of it, so that it can be freed
         self._mine = [
@@ -291,15 +334,17 @@ class Reduction:
                 works = [dist.all_reduce(part, group=replicas, async_op=True) for part in parts]
                 return [work for work in works if work is not None]
 
-            self._replicas = comm.replica_channel.submit(
-                issue, f"all-reducing the gradients of {self._unit.name} over replicas"
-            )
+            with record_function(self._unit.labels.all_reduce):
+                self._replicas = comm.replica_channel.submit(
+                    issue, f"all-reducing the gradients of {self._unit.name} over replicas"
+                )
 
     def drop(self) -> None:
         """Wait, and forget the sums."""
         mine, self._mine = self._mine, []
         self.finish()
-        del mine  # a buffer lives until what writes into it was waited for
+        # a buffer must live until what writes into it was waited for
+        del mine
 
     def finish(self) -> None:
         """Add the sums to the sharded parameters' `.grad`, in their stored dtype."""

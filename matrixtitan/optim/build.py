@@ -7,6 +7,7 @@ update rule is here (see `muon.py`, `shampoo.py`, `soap.py`) and nothing communi
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,10 +19,9 @@ from torch import Tensor
 
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
-from matrixtitan.optim.muon import Muon
-from matrixtitan.optim.shampoo import Shampoo
-from matrixtitan.optim.soap import SOAP
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.rules import AdamWRule, StateSpec
+from matrixtitan.rules.adamw import adamw_state
 
 VECTOR_ELEMENTS = 64
 """No vector of a CPU holds more bfloat16 or float32 elements."""
@@ -77,12 +77,21 @@ class Optimizers:
     def state_tensors(self) -> list[StateTensor]:
         """The state that exists, by parameter name; the tensors themselves, not copies."""
         return [
-            StateTensor(fqn, name, tensor, _is_per_row(param, name, tensor))
+            StateTensor(fqn, name, tensor, _state_specs(optimizer, param, group)[name].per_row)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for fqn, param in named_params(group)
             for name, tensor in optimizer.state.get(param, {}).items()
         ]
+
+
+def _state_specs(
+    optimizer: torch.optim.Optimizer, param: Tensor, group: ParamGroup
+) -> dict[str, StateSpec]:
+    shape = tuple(param.shape)
+    if isinstance(optimizer, MatrixOptimizer):
+        return optimizer.state_specs(shape, group)
+    return adamw_state(shape)
 
 
 def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> Optimizers:
@@ -135,13 +144,13 @@ def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
             break
     options = {"name": param.role, "pattern": pattern, "lr": lr, "weight_decay": weight_decay}
     if is_matrix and config.name != "adamw":
-        options["block_rows"] = _block_rows(param, config)
+        options["block_rows"] = _block_rows(param)
     else:
         options["fused"] = _takes_fused_adamw(param)
     return options
 
 
-def _block_rows(param: LocalParam, config: OptimizerConfig) -> int | None:
+def _block_rows(param: LocalParam) -> int | None:
     """Rows of each matrix inside a 2D parameter; None where it is one matrix, or a stack whose slices are."""
     if len(param.full_shape) != 2 or param.block_rows == param.full_shape[0]:
         if len(param.full_shape) == 2 and param.tensor.size(0) != param.full_shape[0]:
@@ -149,56 +158,18 @@ def _block_rows(param: LocalParam, config: OptimizerConfig) -> int | None:
                 f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its matrix must be whole"
             )
         return None
-    if config.name != "muon":
-        raise ValueError(
-            f"optimizer.per_head_patterns matches {param.fqn}, but blocks of rows are for optimizer.name 'muon' only; "
-            f"it is {config.name!r}"
-        )
     return param.block_rows
 
 
 def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if config.name == "muon":
-        return Muon(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            ns_steps=config.ns_steps,
-            ns_coefficients=config.ns_coefficients,
-            ns_dtype=config.ns_dtype,
-            batch=config.ns_batch,
-            scale=config.scale,
-        )
-    if config.name == "adamw":
-        return _build_adamw(groups, config.lr, config.betas, config.eps)
-    if config.name == "shampoo":
-        return Shampoo(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            epsilon=config.eps,
-            weight_decay=config.weight_decay,
-            max_preconditioner_dim=config.max_precond_dim,
-            precondition_frequency=config.precondition_frequency,
-            start_preconditioning_step=config.start_preconditioning_step,
-            graft=("adam", config.graft_beta, config.graft_eps) if config.graft == "adam" else None,
-            stagger=config.stagger,
-        )
-    if config.name == "soap":
-        return SOAP(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            shampoo_beta=config.shampoo_beta,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            precondition_frequency=config.precondition_frequency,
-            max_precond_dim=config.max_precond_dim,
-            stagger=config.stagger,
-        )
-    raise ValueError(f"optimizer.name is {config.name!r}; choose muon, shampoo, soap or adamw")
+    if isinstance(config.rule, AdamWRule):
+        return _build_adamw(groups, config.lr, config.rule.betas, config.rule.eps)
+    cls = pkgutil.resolve_name(config.rule.optimizer)
+    optimizer = cls(
+        groups, lr=config.lr, weight_decay=config.weight_decay, **config.rule.arguments()
+    )
+    assert isinstance(optimizer, MatrixOptimizer)
+    return optimizer
 
 
 def _build_adamw(
@@ -231,10 +202,3 @@ def _allocate_adamw(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-
-
-def _is_per_row(param: Tensor, name: str, state: Tensor) -> bool:
-    """Moments have the parameter's shape and follow its rows; so do a stack's factors, one per slice."""
-    if param.ndim == 3:
-        return state.ndim > 0
-    return state.shape == param.shape and not name.startswith(("left_", "right_"))

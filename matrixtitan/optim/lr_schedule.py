@@ -12,12 +12,19 @@ from matrixtitan.config import LRSchedulerConfig
 from matrixtitan.optim.build import Optimizers
 
 
+def schedule_steps(config: LRSchedulerConfig, training_steps: int) -> int:
+    """Where the schedule ends."""
+    return training_steps if config.total_steps is None else config.total_steps
+
+
 def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     """What the peak learning rate is multiplied by at the 1-based `step`.
 
     It rises by 1/warmup_steps a step and is 1 at step warmup_steps; it stays there until the last decay_ratio of the
-    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps and stays.
+    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps. Later steps have the
+    rate of step total_steps.
     """
+    step = min(step, total_steps)
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     peak_step = max(config.warmup_steps, 1)
@@ -27,9 +34,8 @@ def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     done = step - (total_steps - decay_steps)
     if done <= 0:
         return 1.0
-    progress = min(done / decay_steps, 1.0) if decay_steps else 1.0
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * (
-        1.0 - _decayed(config.decay_type, progress)
+        1.0 - _decayed(config.decay_type, done / decay_steps)
     )
 
 
@@ -48,34 +54,16 @@ class LRSchedule:
     """Sets the groups' learning rates. ValueError where the schedule does not fit into its steps."""
 
     def __init__(
-        self, config: LRSchedulerConfig, optimizers: Optimizers, total_steps: int | None = None
+        self, config: LRSchedulerConfig, optimizers: Optimizers, training_steps: int
     ) -> None:
-        total = config.total_steps if config.total_steps is not None else total_steps
-        if total is None or total < 1:
+        total = schedule_steps(config, training_steps)
+        if total < 1:
             raise ValueError(
                 f"lr_scheduler.total_steps is {total}; give the number of steps, at least 1"
             )
-        if not 0 <= config.warmup_steps <= total:
-            raise ValueError(
-                f"lr_scheduler.warmup_steps is {config.warmup_steps}; it must be from 0 to total_steps, {total}"
-            )
-        if config.decay_ratio is not None and not 0 <= config.decay_ratio <= 1:
-            raise ValueError(
-                f"lr_scheduler.decay_ratio is {config.decay_ratio}; it must be from 0 to 1"
-            )
-        if (
-            config.decay_ratio is not None
-            and config.warmup_steps + round(total * config.decay_ratio) > total
-        ):
-            raise ValueError(
-                f"lr_scheduler.warmup_steps {config.warmup_steps} and decay over {config.decay_ratio} of {total} steps "
-                "overlap: lower lr_scheduler.decay_ratio or warmup_steps"
-            )
-        if not 0 <= config.min_lr_factor <= 1:
-            raise ValueError(
-                f"lr_scheduler.min_lr_factor is {config.min_lr_factor}; it must be from 0 to 1"
-            )
-        _decayed(config.decay_type, 0.0)
+        problems = [f"lr_scheduler.{problem}" for problem in config.problems_in(total)]
+        if problems:
+            raise ValueError("\n".join(problems))
         self.config = config
         self.total_steps = total
         self.optimizers = optimizers

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from matrixtitan.rules.base import Shape, StateSpec
+
 ParamGroup = dict[str, Any]
 
 
@@ -129,12 +131,33 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         """Raise ValueError where the group's options cannot be."""
 
     @abstractmethod
+    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
+        """What the state of a parameter of this shape consists of, by name."""
+
     def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        """The state of a parameter that has taken no step, all of it tensors."""
+        """The state of a parameter that has taken no step."""
+        specs = self.state_specs(tuple(param.shape), group)
+        return {name: _new_state(spec, param) for name, spec in specs.items()}
 
     @abstractmethod
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         """One step of the rule for parameters of one group, at least one, that have gradients and state."""
+
+
+def _new_state(spec: StateSpec, param: Tensor) -> Tensor:
+    if not spec.shape:
+        # a counter is on the CPU: reading it must not wait for a GPU
+        return torch.zeros((), dtype=getattr(torch, spec.dtype))
+    dtype = param.dtype if spec.dtype == "param" else getattr(torch, spec.dtype)
+    if spec.fill == "zeros":
+        same = spec.shape == tuple(param.shape)
+        return (
+            torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            if same
+            else torch.zeros(spec.shape, dtype=dtype, device=param.device)
+        )
+    eye = torch.eye(spec.shape[-1], dtype=dtype, device=param.device)
+    return eye.expand(spec.shape).clone(memory_format=torch.contiguous_format)
 
 
 def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:

@@ -31,19 +31,17 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     raise DecompositionError("the eigensolver did not converge, in float64 neither")
 
 
-def inverse_root(matrix: Tensor, root: int, epsilon: float) -> Tensor:
+def inverse_root(matrix: Tensor, root: int, eps: float) -> Tensor:
     """(A + shift I)^(-1/root) of a symmetric A that should be positive semi-definite.
 
-    The spectrum is shifted up by its most negative eigenvalue, if any, and by `epsilon`.
+    The spectrum is shifted up by its most negative eigenvalue, if any, and by `eps`.
     """
     values, vectors = symmetric_eigen(matrix)
     lowest = values.amin(dim=-1, keepdim=True).clamp(max=0.0)
-    powers = (values - lowest + epsilon).pow(-1.0 / root)
+    powers = (values - lowest + eps).pow(-1.0 / root)
     result = (vectors * powers.unsqueeze(-2)) @ vectors.mT
     if not bool(result.isfinite().all()):
-        raise DecompositionError(
-            f"the inverse root is not finite: raise epsilon, which is {epsilon}"
-        )
+        raise DecompositionError(f"the inverse root is not finite: raise eps, which is {eps}")
     return result
 
 

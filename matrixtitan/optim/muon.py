@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from math import sqrt
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices, check_range
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices
 from matrixtitan.optim.newton_schulz import batch_indices, orthogonalize
 from matrixtitan.optim.newton_schulz_settings import (
     Coefficients,
@@ -22,6 +21,8 @@ from matrixtitan.optim.newton_schulz_settings import (
     NewtonSchulz,
     make_newton_schulz,
 )
+from matrixtitan.rules.base import Shape, StateSpec
+from matrixtitan.rules.muon import MuonRule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
 
@@ -71,12 +72,11 @@ class Muon(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
-        check_range("momentum", group["momentum"], 0.0, 1.0, open_high=True)
-        learning_rate_scale(group["scale"], 1, 1)
+        MuonRule(momentum=group["momentum"], scale=group["scale"]).require()
         newton_schulz_of(group)
 
-    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param, memory_format=torch.preserve_format)}
+    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
+        return MuonRule().state(shape)
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)

@@ -38,7 +38,7 @@ class FailureCount:
         row = self._in_a_row[factor] = self._in_a_row.get(factor, 0) + 1
         if row >= self.limit:
             raise RuntimeError(
-                f"{factor}: {row} decompositions failed in a row ({error}); check the gradients, or raise epsilon"
+                f"{factor}: {row} decompositions failed in a row ({error}); check the gradients, or raise eps"
             ) from error
         logger.warning(
             "%s: decomposition failed, %d in a row (%s); the old one is kept", factor, row, error

@@ -6,7 +6,7 @@ for long sides. It never communicates. Next: `matrix_roots.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor
 from matrixtitan.optim.matrix_optimizer import (
     MatrixOptimizer,
     ParamGroup,
-    check_betas,
-    check_count,
     check_range,
     named_params,
 )
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
 from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
+from matrixtitan.rules.base import Shape, StateSpec
+from matrixtitan.rules.shampoo import ShampooRule, Tile, shampoo_state, tiles
 
 INVERSE_ROOT = 4
 """2 x the number of sides: the preconditioner is L^(-1/4) G R^(-1/4)."""
@@ -32,9 +32,9 @@ class Shampoo(MatrixOptimizer):
     """Shampoo over matrices (R, C) and stacks of them (E, R, C).
 
     Factors L = EMA(G G^T), R = EMA(G^T G) with `betas[1]` (plain sums where it is 1); their inverse fourth roots, plus
-    `epsilon` on the spectrum, are recomputed at `start_preconditioning_step` and then at every step that
+    `eps` on the spectrum, are recomputed at `start_preconditioning_step` and then at every step that
     `precondition_frequency` divides. They act on the gradient's EMA with `betas[0]` (the gradient itself where it is
-    0). `use_bias_correction` is for both averages. A side longer than `max_preconditioner_dim` is cut into blocks of
+    0). `use_bias_correction` is for both averages. A side longer than `max_precond_dim` is cut into blocks of
     that length; every block of the matrix has its own factors and is grafted alone.
 
     `graft`: ("adam", beta2, eps), ("rmsprop", beta2, eps), ("adagrad", eps), ("sgd",) or None: the method that gives
@@ -47,9 +47,9 @@ class Shampoo(MatrixOptimizer):
         params: Iterable[Any],
         lr: float = 0.01,
         betas: Sequence[float] = (0.9, 0.99),
-        epsilon: float = 1e-12,
+        eps: float = 1e-12,
         weight_decay: float = 0.0,
-        max_preconditioner_dim: int = 1024,
+        max_precond_dim: int = 1024,
         precondition_frequency: int = 10,
         start_preconditioning_step: int = -1,
         use_bias_correction: bool = True,
@@ -63,9 +63,9 @@ class Shampoo(MatrixOptimizer):
             {
                 "lr": lr,
                 "betas": tuple(betas),
-                "epsilon": epsilon,
+                "eps": eps,
                 "weight_decay": weight_decay,
-                "max_preconditioner_dim": max_preconditioner_dim,
+                "max_precond_dim": max_precond_dim,
                 "precondition_frequency": precondition_frequency,
                 "start_preconditioning_step": start_preconditioning_step,
                 "use_bias_correction": use_bias_correction,
@@ -75,38 +75,25 @@ class Shampoo(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
-        check_betas(group["betas"])
-        check_range("betas[0]", group["betas"][0], 0.0, 1.0, open_high=True)
-        check_range("betas[1]", group["betas"][1], 0.0, 1.0)
-        check_range("epsilon", group["epsilon"], 0.0)
-        check_count("precondition_frequency", group["precondition_frequency"], 1)
-        check_count("max_preconditioner_dim", group["max_preconditioner_dim"], 1)
+        ShampooRule(
+            betas=group["betas"],
+            eps=group["eps"],
+            precondition_frequency=group["precondition_frequency"],
+            max_precond_dim=group["max_precond_dim"],
+        ).require()
         _Graft.parse(group["graft"])
         if group["block_rows"] is not None:
             raise ValueError(
                 "Shampoo does not cut matrices into blocks of rows: leave block_rows out"
             )
 
-    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros((), dtype=torch.int64)
-        }  # on the CPU: reading it must not wait for a GPU
-        if group["betas"][0]:
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-        if _Graft.parse(group["graft"]).has_state:
-            state["graft_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        for tile in _tiles(param, group["max_preconditioner_dim"]):
-            for side, dim in (("left", -2), ("right", -1)):
-                size = tile.of(param).size(dim)
-                eye = torch.eye(size, dtype=torch.float32, device=param.device)
-                eye = eye.expand(*param.shape[:-2], size, size)
-                state[f"{side}_factor{tile.suffix}"] = torch.zeros_like(
-                    eye, memory_format=torch.contiguous_format
-                )
-                state[f"{side}_root{tile.suffix}"] = eye.clone(
-                    memory_format=torch.contiguous_format
-                )
-        return state
+    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
+        return shampoo_state(
+            shape,
+            group["max_precond_dim"],
+            averages=group["betas"][0] > 0,
+            grafts=_Graft.parse(group["graft"]).has_state,
+        )
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         names = {param: name for name, param in named_params(group)}
@@ -115,13 +102,13 @@ class Shampoo(MatrixOptimizer):
             state, grad = self.state[param], param.grad.float()
             state["step"] += 1
             step = int(state["step"])
-            tiles = list(_tiles(param, group["max_preconditioner_dim"]))
-            for tile in tiles:
-                _update_factors(state, tile.of(grad), tile.suffix, group["betas"][1])
+            blocks = _tiles(param, group)
+            for tile in blocks:
+                _update_factors(state, _block(grad, tile), tile.suffix, group["betas"][1])
             if _is_refresh(names[param], step, group):
-                for tile in tiles:
+                for tile in blocks:
                     self._refresh_roots(state, tile.suffix, step, names[param], group)
-            direction = _direction(state, grad, tiles, step, group)
+            direction = _direction(state, grad, blocks, step, group)
             if group["weight_decay"]:
                 direction.add_(param, alpha=group["weight_decay"])
             param.add_(direction, alpha=-group["lr"])
@@ -134,7 +121,7 @@ class Shampoo(MatrixOptimizer):
         for side in ("left", "right"):
             factor = state[f"{side}_factor{suffix}"]
             try:
-                root = inverse_root(factor / correction, INVERSE_ROOT, group["epsilon"])
+                root = inverse_root(factor / correction, INVERSE_ROOT, group["eps"])
             except DecompositionError as error:
                 self.failures.failure(f"{name} ({side}{suffix})", error)
                 continue
@@ -142,27 +129,15 @@ class Shampoo(MatrixOptimizer):
             state[f"{side}_root{suffix}"].copy_(root)
 
 
-class _Tile(NamedTuple):
-    """A block of a matrix: rows and columns that share a pair of factors. `suffix` names its state."""
-
-    rows: slice
-    cols: slice
-    suffix: str
-
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor[..., self.rows, self.cols]
-
-
-def _tiles(param: Tensor, longest: int) -> Iterator[_Tile]:
-    """The blocks of a matrix, row by row; one where no side is longer than `longest`."""
+def _tiles(param: Tensor, group: ParamGroup) -> list[Tile]:
     rows, cols = param.shape[-2:]
-    if max(rows, cols) <= longest:
-        yield _Tile(slice(0, rows), slice(0, cols), "")
-        return
-    for i in range(0, rows, longest):
-        for j in range(0, cols, longest):
-            suffix = f".{i // longest}.{j // longest}"
-            yield _Tile(slice(i, min(i + longest, rows)), slice(j, min(j + longest, cols)), suffix)
+    return list(tiles(rows, cols, group["max_precond_dim"]))
+
+
+def _block(tensor: Tensor, tile: Tile) -> Tensor:
+    """A view of the tile's rows and columns."""
+    rows = slice(tile.top, tile.top + tile.rows)
+    return tensor[..., rows, tile.left : tile.left + tile.cols]
 
 
 class _Graft(NamedTuple):
@@ -213,7 +188,7 @@ def _update_factors(state: dict[str, Tensor], grad: Tensor, suffix: str, beta2: 
 
 
 def _direction(
-    state: dict[str, Tensor], grad: Tensor, tiles: Sequence[_Tile], step: int, group: ParamGroup
+    state: dict[str, Tensor], grad: Tensor, blocks: Sequence[Tile], step: int, group: ParamGroup
 ) -> Tensor:
     """The step before decay and lr: preconditioned, and grafted block by block."""
     graft = _Graft.parse(group["graft"])
@@ -225,13 +200,13 @@ def _direction(
     if step < _start(group) and grafted is not None:
         return grafted.clone() if grafted is average else grafted
     direction = torch.empty_like(average)
-    for tile in tiles:
+    for tile in blocks:
         root_left, root_right = state[f"left_root{tile.suffix}"], state[f"right_root{tile.suffix}"]
-        preconditioned = root_left @ tile.of(average) @ root_right
+        preconditioned = root_left @ _block(average, tile) @ root_right
         if grafted is not None:
-            norms = torch.linalg.matrix_norm(tile.of(grafted), keepdim=True)
+            norms = torch.linalg.matrix_norm(_block(grafted, tile), keepdim=True)
             preconditioned = normalize(preconditioned).mul_(norms)
-        tile.of(direction).copy_(preconditioned)
+        _block(direction, tile).copy_(preconditioned)
     return direction
 
 

@@ -13,17 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import (
-    MatrixOptimizer,
-    ParamGroup,
-    check_betas,
-    check_count,
-    check_range,
-    named_params,
-)
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.optim.matrix_roots import DecompositionError, eigenbasis, refine_eigenbasis
 from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
+from matrixtitan.rules.base import Shape, StateSpec
+from matrixtitan.rules.soap import SOAPRule, soap_state
 
 
 class SOAP(MatrixOptimizer):
@@ -70,35 +65,13 @@ class SOAP(MatrixOptimizer):
         )
 
     def check_group(self, group: ParamGroup) -> None:
-        check_betas(group["betas"])
-        for i, beta in enumerate(group["betas"]):
-            check_range(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
-        check_range("shampoo_beta", group["shampoo_beta"], -float("inf"), 1.0, open_high=True)
-        check_range("eps", group["eps"], 0.0)
-        check_count("precondition_frequency", group["precondition_frequency"], 1)
-        check_count("max_precond_dim", group["max_precond_dim"], 0)
+        names = ("betas", "shampoo_beta", "eps", "precondition_frequency", "max_precond_dim")
+        SOAPRule(**{name: group[name] for name in names}).require()
         if group["block_rows"] is not None:
             raise ValueError("SOAP does not cut matrices into blocks of rows: leave block_rows out")
 
-    def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros(
-                (), dtype=torch.int64
-            ),  # on the CPU: reading it must not wait for a GPU
-            "exp_avg": torch.zeros_like(param, dtype=torch.float32),
-            "exp_avg_sq": torch.zeros_like(param, dtype=torch.float32),
-        }
-        for side, dim in (("left", -2), ("right", -1)):
-            size = param.size(dim)
-            if size <= group["max_precond_dim"]:
-                shape = (*param.shape[:-2], size, size)
-                state[f"{side}_factor"] = torch.zeros(
-                    shape, dtype=torch.float32, device=param.device
-                )
-                state[f"{side}_basis"] = torch.zeros(
-                    shape, dtype=torch.float32, device=param.device
-                )
-        return state
+    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
+        return soap_state(shape, group["max_precond_dim"])
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         names = {param: name for name, param in named_params(group)}

@@ -39,10 +39,16 @@ class Piece(NamedTuple):
     kind: Kind
 
 
-def deal(pieces: Sequence[Piece], ranks: Sequence[Counter[Load]]) -> list[int]:
-    """The rank of each piece; `ranks` says how many pieces of each load a rank takes."""
+def deal(
+    pieces: Sequence[Piece], ranks: Sequence[Counter[Load]], spread_units: bool = True
+) -> list[int]:
+    """The rank of each piece; `ranks` says how many pieces of each load a rank takes.
+
+    `spread_units`: also exchange owners between units, the slow part.
+    """
     owners = _greedy(pieces, _shapes_together(pieces, ranks))
-    _exchange(pieces, owners, len(ranks))
+    if spread_units:
+        _exchange(pieces, owners, len(ranks))
     return owners
 
 

@@ -48,11 +48,17 @@ class PlanSettings(CostSettings):
 
 
 def make_plan(
-    specs: Sequence[ParamSpec], world_size: int, settings: PlanSettings = PlanSettings()
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    settings: PlanSettings = PlanSettings(),
+    *,
+    spread_units: bool = True,
 ) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
-    Pure and deterministic: ties are broken by fqn, then rank. Raises ValueError for a world size
+    Pure and deterministic: ties are broken by fqn, then rank. `spread_units` False leaves out the
+    exchanges that even each unit's shares out, which take most of the time and leave the matrices'
+    balance as it is: for figures, not for training. Raises ValueError for a world size
     below 1, a parameter named twice, or an egress cap that cannot be met.
     """
     if world_size < 1:
@@ -62,7 +68,7 @@ def make_plan(
         raise ValueError(f"{repeated[0]} is given twice: a plan places each parameter once")
     costs = [block_cost(spec, settings) for spec in specs]
     placement = _Placement(specs, costs, world_size)
-    placement.place_matrices(settings)
+    placement.place_matrices(settings, spread_units)
     placement.place_small_tails()
     placement.pour_large_tails()
     return placement.plan()
@@ -112,7 +118,7 @@ class _Placement:
 
     # ------------------------------------------------------------ matrices
 
-    def place_matrices(self, settings: PlanSettings) -> None:
+    def place_matrices(self, settings: PlanSettings, spread_units: bool) -> None:
         """Pack whole matrices and stacks; cut 2D parameters between their heads only where that
         gains over 2%."""
         poured = self.total_bytes - sum(map(self._held_bytes, self.matrices))
@@ -131,7 +137,8 @@ class _Placement:
                 best = (pieces, packing)
         assert best is not None
         pieces, packing = best
-        for piece, rank in zip(pieces, deal(pieces, packing.ranks()), strict=True):
+        owners = deal(pieces, packing.ranks(), spread_units)
+        for piece, rank in zip(pieces, owners, strict=True):
             self._give(piece.param, rank, piece.kind.blocks)
         if settings.egress_cap is not None:
             self._check_egress(pieces, settings.egress_cap)

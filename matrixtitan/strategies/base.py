@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.optim.build import Optimizers, build_optimizers
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.plan.shard import Plan
 
 InitRows = Callable[[str, tuple[int, ...], int, Tensor], None]
 """(fqn, full_shape, start, out): fill `out` with rows [start, start + len(out)) of the parameter's initial value."""
@@ -24,6 +25,9 @@ class DataParallel(ABC):
 
     model: nn.Module
     """Call it: `model(tokens, labels)`. Parameter names have no wrapper prefixes in `local_parameters()`."""
+
+    plan: Plan | None = None
+    """Who owns what; None where a strategy has no owners."""
 
     @abstractmethod
     def materialize(self, init_rows: InitRows | None) -> None:
@@ -51,3 +55,10 @@ class DataParallel(ABC):
     @abstractmethod
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip all gradients to a global norm; return the norm before clipping (a float32 scalar)."""
+
+    def report(self, optimizers: Optimizers) -> str | None:
+        """What the log shall say of this rank when training ends, or None."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # most strategies have nothing to end
+        """End what runs in the background."""

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, Transport
+from matrixtitan.fsdp.transports import OwnedTensor, Transport
 
 
 class Moving(dist.Work):
     """What a transport is moving, as one work handle, which FSDP2 waits for where it needs the result."""
 
-    def __init__(self, works: Sequence[Work], pieces: Sequence[Piece]) -> None:
+    def __init__(self, works: Sequence[Work], pieces: Sequence[OwnedTensor]) -> None:
         super().__init__()
         self._works = works
         self._pieces = pieces  # alive until everything was sent
@@ -87,6 +87,8 @@ class TransportReduceScatter:
         output_tensor.copy_(pieces[group.rank()].tensor)
 
 
-def _even_pieces(tensor: Tensor, world_size: int) -> list[Piece]:
+def _even_pieces(tensor: Tensor, world_size: int) -> list[OwnedTensor]:
     """Part r belongs to rank r."""
-    return [Piece(owner, part) for owner, part in enumerate(tensor.view(world_size, -1).unbind())]
+    return [
+        OwnedTensor(owner, part) for owner, part in enumerate(tensor.view(world_size, -1).unbind())
+    ]

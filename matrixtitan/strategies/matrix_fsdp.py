@@ -24,6 +24,7 @@ class MatrixFSDPStrategy(DataParallel):
         self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True
     ) -> None:
         self.model = runtime.model
+        self.plan = runtime.plan
         self._runtime = runtime
         self._device = device
         self._reduce_each_microbatch = reduce_each_microbatch
@@ -45,3 +46,6 @@ class MatrixFSDPStrategy(DataParallel):
         self._runtime.reshard()  # `.grad` is on the sharded parameters
         gradients = [p.tensor.grad for p in self.stepped_parameters() if p.tensor.grad is not None]
         return clip_grad_norm_(gradients, max_norm, self._runtime.shard_group, device=self._device)
+
+    def close(self) -> None:
+        self._runtime.close()

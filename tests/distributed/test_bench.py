@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,51 @@ def test_wrong_arguments_stop_before_any_rank_starts(
     assert message in capsys.readouterr().err
 
 
-def test_a_rank_that_fails_ends_the_bench(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_fails_ends_the_bench(tmp_path: Path) -> None:
     wrong = ["--strategies", "fsdp2_all_to_all", "--optimizer.name", "soap"]
-    assert bench.main(["--nproc", "2", "--output", str(tmp_path), *wrong, *SMALL]) != 0
-    assert "optimizer.name 'soap'" in capfd.readouterr().err
+    done = run(str(BENCH), "--nproc", "2", "--output", str(tmp_path), *wrong, *SMALL)
+    assert done.returncode == 1
+    assert "optimizer.name 'soap'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 256 - 9)]
+)
+def test_the_first_failure_ends_the_other_ranks_and_is_returned(
+    end: str, status: int, tmp_path: Path
+) -> None:
+    """In a process of its own: a launcher sets signal handlers. Rank 0 would not end by itself."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        f"import os, sys, time\nif sys.argv[1] == os.environ['RANK']: {end}\ntime.sleep(1000)\n"
+    )
+    start = (
+        f"from tools import bench; bench.__file__ = {str(rank)!r}; sys.exit(bench.launch(2, ['1']))"
+    )
+    began = time.monotonic()
+    done = run("-c", f"import sys; sys.path.insert(0, {str(BENCH.parents[1])!r}); {start}")
+    assert done.returncode == status, done.stderr
+    assert "bench: rank 1 failed" in done.stderr
+    assert time.monotonic() - began < 100
+
+
+def test_without_matplotlib_the_picture_alone_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report: dict[str, Any] = {
+        "model": {"flavor": "debug", "parameters": 1, "flops_per_token": 1.0},
+        **{"world_size": 1, "backend": "gloo", "link_rate": None, "ns_steps": 5, "sequences": 1},
+        **{"seq_len": 1, "fsdp2_transports": "tuned", "device": "CPU", "peak_flops": None},
+        **{"matmul_flops_per_rank": 1.0, "command": "bench"},
+    }
+    bench.add_strategies(report, [{"ddp": measurements(1)}], shared_interface=False)
+    (tmp_path / "bench.png").write_text("of an earlier run")
+    bench_report.write(report, tmp_path)
+    assert "bench.png is left out: matplotlib is missing" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
+    assert bench.main(["--strategies", "fsdp3"]) == 2
+    assert "fsdp2_all_to_all" in capsys.readouterr().err, "it goes as far as with matplotlib"
 
 
 def measurements(scale: float) -> Measurements:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import random
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.config import CommConfig, ParallelismConfig
+from matrixtitan.config import CommConfig, Config, LRSchedulerConfig, ParallelismConfig
+from matrixtitan.log import get_logger
 from matrixtitan.plan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
 from tests.lib.distributed import run_distributed
@@ -196,6 +198,65 @@ def save_behind_a_janitor(folder: str) -> None:
         finally:
             folders.list_steps = original
     assert [p.name for p in Path(folder, "checkpoint").iterdir()] == ["step-4"]
+
+
+def resume_from_a_link(folder: str) -> None:
+    """Step 2 is a link: loaded through, then pruned as steps 4 and 6 are saved."""
+    checkpointer, run = make(folder, filled=False, keep_latest_k=1, load_step=2)
+    with checkpointer:
+        assert checkpointer.load() == TrainState(2, 20, 160)
+        run.check(0.0)
+        for step in (4, 6):
+            checkpointer.save(step, TrainState(step))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_block_the_next_start(
+    tmp_path: Path,
+) -> None:
+    on_ranks(save, 2, str(tmp_path))
+    kept, link = tmp_path / "kept", tmp_path / "checkpoint" / "step-2"
+    link.rename(kept)
+    files = sorted(path.name for path in kept.iterdir())
+    link.symlink_to(kept)
+    on_ranks(resume_from_a_link, 2, str(tmp_path))
+    (link.with_name("step-1.deleting")).symlink_to(kept)  # as an earlier version left it
+    assert on_ranks(load_and_check, 2, str(tmp_path))[0] == TrainState(6)
+    assert [path.name for path in link.parent.iterdir()] == ["step-6"]
+    assert sorted(path.name for path in kept.iterdir()) == files
+
+
+def warnings_on_resume(first: Config, second: Config) -> list[str]:
+    """What a rank warns of when `second` goes on from the step that `first` saved."""
+    run, lines = FakeRun(dist.get_rank(), dist.get_world_size()), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    with Checkpointer(first.checkpoint, first, run, run) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(8, TrainState(8, 80, 640))
+    lines.clear()
+    with Checkpointer(second.checkpoint, second, run, run) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.load()
+    return [line for line in lines if "learning rate" in line]
+
+
+def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path) -> None:
+    """On rank 0 alone, with both rates and the key that avoids it; without a word where that key is given."""
+    config = run_config(str(tmp_path))
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, global_batch_size=4, steps=8),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_ratio=0.25),
+    )
+    longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=16))
+    (warning,), others = on_ranks(warnings_on_resume, 2, config, longer)
+    assert "learning rate of step 9" in warning
+    assert "0 -> 0.02 for the matrices" in warning
+    assert "lr_scheduler.total_steps = 8" in warning
+    assert others == []
+    kept = dataclasses.replace(
+        longer, lr_scheduler=dataclasses.replace(config.lr_scheduler, total_steps=8)
+    )
+    assert on_ranks(warnings_on_resume, 1, config, kept) == [[]]
 
 
 def save_the_same_step_again(folder: str) -> None:
@@ -402,6 +463,7 @@ def save_nothing(folder: str) -> list[str]:
             assert checkpointer.load() is None
             assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
             assert not checkpointer.preempted()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
             checkpointer.check_failure()
     return os.listdir(folder)
 

@@ -31,11 +31,15 @@ from matrixtitan.config import (
     JobConfig,
     LRSchedulerConfig,
     MetricsConfig,
+    ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
 )
+from matrixtitan.data.tokenizer import write_ranks
+from matrixtitan.rules import ShampooRule, SOAPRule
 from matrixtitan.trainer import Trainer
+from models.llama import LLAMA3_FLAVORS, LlamaFlavor
 from tests.lib.distributed import run_distributed
 
 SAVED_AT, STEPS = 10, 20
@@ -46,9 +50,11 @@ OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
     "shampoo": OptimizerConfig(
-        name="shampoo", lr=1e-3, precondition_frequency=4, max_precond_dim=128
+        name="shampoo", lr=1e-3, rule=ShampooRule(precondition_frequency=4, max_precond_dim=128)
     ),
-    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2, max_precond_dim=128),
+    "soap": OptimizerConfig(
+        name="soap", lr=1e-3, rule=SOAPRule(precondition_frequency=2, max_precond_dim=128)
+    ),
 }
 
 
@@ -193,7 +199,9 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
         config = replace(
             config,
             training=training,
-            optimizer=replace(config.optimizer, max_precond_dim=8192),  # both sides of every matrix
+            optimizer=replace(
+                config.optimizer, rule=replace(config.optimizer.rule, max_precond_dim=8192)
+            ),  # both sides of every matrix
             checkpoint=CheckpointConfig(),
             debug=DebugConfig(seed=seed),
         )
@@ -242,6 +250,103 @@ def test_state_survives_four_two_three_ranks(
         previous, at = folder, until
     for optimizer, expected in uninterrupted.items():
         assert_alike(losses[optimizer], expected[SAVED_AT:], optimizer)
+
+
+# --- past the end of an epoch ---------------------------------------------------------------------
+
+
+def tiny_run(folder: Path, num_workers: int, world_size: int) -> Config:
+    """A very small model on 52 windows of bytes, of which a step takes 8."""
+    config = config_of(folder, "adamw", world_size)
+    model = ModelConfig(
+        flavor="tiny",
+        tokenizer_path=str(folder.parent / "bytes.tiktoken"),
+        tokenizer_pattern="llama3",
+    )
+    source = DataSource(type="text", path=(str(folder.parent / "tiny.txt"),))
+    return replace(
+        config,
+        model=model,
+        data=replace(
+            config.data, sources=(source,), num_workers=num_workers, validation_fraction=0.0
+        ),
+        training=replace(
+            config.training,
+            global_batch_size=8,
+            # two microbatches, which share the step that ends an epoch
+            local_batch_size=4 // world_size,
+            steps=15,
+        ),
+        checkpoint=replace(config.checkpoint, interval=6),
+    )
+
+
+def losses_and_windows(*configs: Config) -> list[tuple[list[float], list[tuple[int, ...]]]]:
+    """Of each run, one after the other: the loss of every step, and this rank's windows."""
+    LLAMA3_FLAVORS["tiny"] = LlamaFlavor(16, 1, 2, 1, 32)
+    found = []
+    for config in configs:
+        losses: list[float] = []
+        windows: list[tuple[int, ...]] = []
+        with Trainer(config) as trainer:
+            log_step, batches = trainer.metrics.log_step, trainer.batches
+
+            def record(*args, **keys):  # type: ignore[no-untyped-def]
+                report = log_step(*args, **keys)  # noqa: B023
+                losses.append(report.loss)  # noqa: B023
+                return report
+
+            def seen():  # type: ignore[no-untyped-def]
+                for tokens, labels in batches:  # noqa: B023
+                    rows = torch.cat((tokens, labels[:, -1:]), dim=1)
+                    windows.extend(map(tuple, rows.tolist()))  # noqa: B023
+                    yield tokens, labels
+
+            trainer.metrics.log_step = record  # type: ignore[method-assign]
+            trainer.batches = seen()
+            trainer.train()
+        batches = iter(())  # the loader's workers end with it
+        found.append((losses, windows))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_past_the_end_of_an_epoch_goes_on_to_the_bit(
+    tmp_path: Path, world_size: int
+) -> None:
+    """Epochs end inside steps 7 and 13; the run stops after step 6 and resumes to step 15."""
+    size = 52
+    write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(97, 123, (size * 16 - 1,), generator=generator)  # BOS, letters, EOS
+    (tmp_path / "tiny.txt").write_bytes(bytes(letters.tolist()))
+    whole = tiny_run(tmp_path / "whole", 0, world_size)
+    resumed = tiny_run(tmp_path / "resumed", 0, world_size)
+    stopped = replace(resumed, training=replace(resumed.training, steps=6))
+    first, before = zip(
+        *run_distributed(losses_and_windows, world_size, whole, stopped, timeout=90), strict=True
+    )
+    shutil.copytree(tmp_path / "resumed", tmp_path / "with workers")
+    with_workers = tiny_run(tmp_path / "with workers", 2, world_size)
+    after = run_distributed(losses_and_windows, world_size, resumed, with_workers, timeout=90)
+    assert len(first[0][0]) == 15
+    for rank in range(world_size):
+        for losses, windows in after[rank]:
+            assert before[rank][0] + losses == first[rank][0]
+            assert before[rank][1] + windows == first[rank][1]
+
+    stream = [256, *letters.tolist(), 257]
+    expected = sorted(tuple(stream[16 * number : 16 * number + 17]) for number in range(size))
+    assert len(set(expected)) == size
+    half = 4 // world_size  # of a microbatch on each rank
+    seen = [windows for _, windows in first]
+    order = [
+        row
+        for start in range(0, len(seen[0]), half)
+        for part in seen
+        for row in part[start : start + half]
+    ]
+    assert sorted(order[:size]) == sorted(order[size : 2 * size]) == expected
 
 
 # --- under the launcher ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.fsdp import fully_shard
 from matrixtitan.optim.build import Optimizers, build_optimizers
+from matrixtitan.rules import MuonRule, ShampooRule, SOAPRule
 from tests.distributed.test_fsdp import collect
 from tests.lib.count_collectives import no_collectives
 from tests.lib.distributed import run_distributed
@@ -22,11 +23,15 @@ STEPS = 6
 SHARES = 12  # parts of the global gradient; every world size tested divides it
 CONFIGS = {
     "muon": OptimizerConfig(name="muon"),
-    "muon, match_rms_adamw": OptimizerConfig(name="muon", scale="match_rms_adamw", lr=1e-3),
-    "shampoo": OptimizerConfig(
-        name="shampoo", lr=1e-3, precondition_frequency=2, start_preconditioning_step=2
+    "muon, match_rms_adamw": OptimizerConfig(
+        name="muon", rule=MuonRule(scale="match_rms_adamw"), lr=1e-3
     ),
-    "soap": OptimizerConfig(name="soap", lr=1e-3, precondition_frequency=2),
+    "shampoo": OptimizerConfig(
+        name="shampoo",
+        lr=1e-3,
+        rule=ShampooRule(precondition_frequency=2, start_preconditioning_step=2),
+    ),
+    "soap": OptimizerConfig(name="soap", lr=1e-3, rule=SOAPRule(precondition_frequency=2)),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
 }
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from matrixtitan.fsdp import MatrixFSDP, fully_shard
-from matrixtitan.fsdp.api import TRANSPORTS, make_transport
+from matrixtitan.fsdp.api import make_transport
+from matrixtitan.plan.transports import TRANSPORTS
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, share, toy_units
 

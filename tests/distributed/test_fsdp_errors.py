@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from matrixtitan.fsdp import fully_shard
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece, Star
+from matrixtitan.fsdp.transports import OwnedTensor, Star
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
 from tests.lib.distributed import run_distributed
@@ -236,7 +236,9 @@ def test_a_mistake_of_one_rank_is_told_to_all() -> None:
     answers = run_distributed(mistake_on_one_rank, 4, timeout=20, expect_failure=True)
     assert "the plan does not fit the model" in str(answers[2]), answers[2]
     for rank in (0, 1, 3):
-        assert "ranks [2] found a mistake in their model, units or plan" in str(answers[rank])
+        assert "ranks [2] found a mistake in their arguments, model, units or plan" in str(
+            answers[rank]
+        )
 
 
 def die_in_backward() -> None:
@@ -310,7 +312,7 @@ def interrupt_between_receives_and_sends() -> float:
 
     reduce = reducing.reduce
 
-    def interrupted(pieces: Sequence[Piece]) -> Sequence[Work]:
+    def interrupted(pieces: Sequence[OwnedTensor]) -> Sequence[Work]:
         both_own = {piece.owner for piece in pieces} == {0, 1}
         if both_own:
             reducing._send = lambda sends: []  # type: ignore[method-assign]

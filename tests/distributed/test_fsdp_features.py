@@ -636,7 +636,7 @@ class PlainMuon:
             pieces = rows.split(4) if "heads" in fqn else rows if rows.ndim == 3 else [rows]
             self.parts.append((param, [nn.Parameter(piece.clone()) for piece in pieces]))
         everything = [piece for _, pieces in self.parts for piece in pieces]
-        self.muon = Muon(everything, lr=config.lr, momentum=config.momentum)
+        self.muon = Muon(everything, lr=config.lr, momentum=config.rule.momentum)
         self.adamw = torch.optim.AdamW(
             [param for _, param in tails],
             lr=config.tail_lr,

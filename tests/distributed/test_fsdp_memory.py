@@ -19,9 +19,11 @@ from matrixtitan.fsdp.buffers import align_up, element_alignment
 from matrixtitan.fsdp.unit import Reduction, Unit
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.plan.cost import ResidentBytes, rank_bytes
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT, Precision, memory_table
 from matrixtitan.plan.planner import PlanSettings
 from matrixtitan.plan.shard import ParamSpec, Plan, Segment
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.memory import Precision, memory_table
+from matrixtitan.rules import RULES
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import batch, make_toy, share, toy_units
@@ -80,10 +82,10 @@ class FullGradients:
             reduction = self._start_reduce(unit)
             refs = self.of_units.setdefault(unit.name, [])
             owned = set()
-            for piece in reduction._pieces:
-                refs.append(weak(piece.tensor))
-                whole = piece.tensor.nbytes == piece.tensor.untyped_storage().nbytes()
-                if piece.owner == self._sharded.rank and whole:
+            for moved in reduction._reduced:
+                refs.append(weak(moved.tensor))
+                whole = moved.tensor.nbytes == moved.tensor.untyped_storage().nbytes()
+                if moved.owner == self._sharded.rank and whole:
                     owned.add(refs[-1][0].cdata)
             self.of_units[unit.name] = [ref for ref in refs if ref[0].cdata not in owned]
             self.look()
@@ -303,7 +305,7 @@ def resident(name: str, dim: int, replicas: int) -> None:
         storage_bytes(param.tensor.grad for param in local),
         storage_bytes(state),
     )
-    settings = PlanSettings(matrix_optimizer=name)  # type: ignore[arg-type]
+    settings = PlanSettings(rule=RULES[name]())
     planned = rank_bytes(sharded.plan, settings)[sharded.rank]
     alignment = element_alignment(torch.device("cpu"), torch.float32)
     padded = [align_up(param.tensor.numel(), alignment) for param in local]

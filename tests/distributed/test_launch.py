@@ -210,13 +210,36 @@ def test_a_config_mistake_is_answered_without_torchrun(runs: Runs) -> None:
     assert "torch" not in runs.log(process)
 
 
-def test_the_log_ends_with_the_error_of_the_rank_that_failed_first(runs: Runs) -> None:
-    process = runs.start("--job.dump_folder", "tiny.toml/out")  # only rank 0 makes it
-    assert runs.finish(process, 150) != 0
-    _, cause, last = runs.log(process).partition("Root Cause")
-    assert cause, runs.log(process)
-    assert "ValueError: job.dump_folder cannot be made: " in last
-    assert "'tiny.toml/out'" in last
+def test_a_mistake_that_only_a_rank_sees_is_told_once_and_not_tried_again(runs: Runs) -> None:
+    process = runs.start("--job.dump_folder", "tiny.toml/out", MAX_RESTARTS="2")
+    assert runs.finish(process, 150) == 2
+    (line,) = runs.log(process).splitlines()  # nothing of torchrun, whichever rank told it
+    assert line.startswith("error: ")
+    assert "job.dump_folder cannot be made or written: " in line
+    assert "'tiny.toml/out'" in line
+
+
+def test_a_bug_ends_with_its_traceback_and_torchruns_report(runs: Runs) -> None:
+    """An exception of a library's, on rank 0 alone, stands for a bug."""
+    bug = ("--metrics.enable_tensorboard", "true", "--metrics.save_tb_folder", "../tiny.toml/tb")
+    process = runs.start(*bug)
+    assert runs.finish(process, 150) == 1
+    log, cause, last = runs.log(process).partition("Root Cause")
+    assert cause, log
+    assert "Traceback" in log
+    assert "NotADirectoryError: " in last
+    assert "error: " not in log.splitlines()
+
+
+def test_the_debug_config_trains_as_it_stands_where_ranks_do_not_divide_its_batch(
+    runs: Runs,
+) -> None:
+    small = ("--data.sources", f'[{{type = "text", path = "{ROOT}/matrixtitan/*.py"}}]')
+    short = ("--training.steps", "2", "--training.seq_len", "32", "--validation.enable", "false")
+    process = runs.start("--config", "debug", *small, *short, NPROC="3")
+    assert runs.finish(process, 150) == 0, runs.log(process)
+    assert "16 sequences of 32 tokens and 2 rows of padding" in runs.log(process)
+    assert "step 2/2" in runs.log(process)
 
 
 def _rank(runs: Runs, launcher: subprocess.Popen[bytes], rank: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
-from matrixtitan.plan.cost import Strategy, strategy_bytes, unit_sizes
+from matrixtitan.predict.strategies import Strategy, strategy_bytes, unit_sizes
 from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.fsdp2_transports import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
@@ -266,8 +267,10 @@ def wrong_settings() -> list[str]:
     def build(**options: str) -> FSDP2:
         return FSDP2(nn.Module(), [], units=[], mesh=mesh, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
 
+    config = make_config("fsdp2_all_to_all")
+    soap = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="soap"))
     return [
-        message(lambda: Run(make_config("fsdp2_all_to_all", name="soap"))),
+        message(lambda: Run(soap)),
         message(lambda: build(transports="fast")),
         message(lambda: build(matrix_exchange="ring")),
         message(lambda: build(reshard_after_forward="sometimes")),

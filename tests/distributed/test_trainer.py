@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email
 import json
+import logging
 import math
 import os
 import re
@@ -13,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +27,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from matrixtitan import mesh
+from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.config import Config, load_config
+from matrixtitan.curves import read_curves
+from matrixtitan.data import prepare
+from matrixtitan.data.tokenizer import EMBEDDED_PATH, mark_file
+from matrixtitan.log import get_logger
 from matrixtitan.trainer import NonFiniteError, Trainer
 from tests.lib.distributed import run_distributed
 
@@ -163,6 +172,41 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
         assert_same_numbers(found, reference)
 
 
+def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
+    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding alone."""
+    short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
+    runs = [
+        split(strategy, 0, training__global_batch_size=size, **short)
+        for strategy, size in (("ddp", 16), ("matrix_fsdp", 2))
+    ]
+    expected = run(corpus, tmp_path / "1", 1, *runs)
+    for found, other in zip(run(corpus, tmp_path / "3", 3, *runs), expected, strict=True):
+        assert_same_numbers(found, other)
+        assert found["loss/validation"][0][1] == pytest.approx(
+            other["loss/validation"][0][1], abs=TOLERANCE
+        )
+
+
+def test_the_debug_config_gives_the_same_losses_at_any_number_of_ranks(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """As it stands but for its text and a shorter sequence; 3 ranks have padding, 2 and 8 none."""
+    sources = f'[{{type = "text", path = "{corpus}/*.txt"}}]'
+    small = ["--data.sources", sources, "--data.cache_dir", str(corpus), "--data.num_workers", "0"]
+    small += ["--training.seq_len", "16", "--training.steps", "3", "--metrics.log_freq", "1"]
+    small += ["--validation.steps", "2"]
+    found = {}
+    for ranks in (1, 2, 3, 8):
+        folder = ["--job.dump_folder", str(tmp_path / str(ranks))]
+        run_distributed(train, ranks, load_config(["--config", "debug", *small, *folder]))
+        found[ranks] = curves(tmp_path / str(ranks))
+        assert_same_numbers(found[ranks], found[1])
+        (_, validation), (_, expected) = (
+            curve["loss/validation"][0] for curve in (found[ranks], found[1])
+        )
+        assert validation == pytest.approx(expected, abs=TOLERANCE)
+
+
 def train_compiled(*configs: Config) -> None:
     torch._inductor.config.compile_threads = (
         1  # a pool of compilers takes longer to start than to use
@@ -226,6 +270,11 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert {"config/text_summary", "plan/text_summary"} <= set(events.Tags()["tensors"])
+    written = read_curves(tmp_path / "metrics.jsonl")
+    assert written.keys() == set(events.Tags()["scalars"])
+    for tag, curve in written.items():
+        in_events = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert curve == [(step, pytest.approx(value)) for step, value in in_events]  # float32 there
     tokens_per_second = events.Scalars("throughput/tokens_per_second")[0].value
     assert (
         0 < events.Scalars("throughput/mfu")[0].value < tokens_per_second
@@ -409,6 +458,77 @@ def test_one_rank_told_to_end_saves_and_ends_all(
     assert curves(tmp_path)["loss/train"] == uninterrupted["loss/train"]
 
 
+class Interrupted(NamedTuple):
+    ended_at: int
+    batches: int
+    """Of all validations of the run that was told to end."""
+    warnings: list[str]
+
+
+def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
+    """SIGTERM to rank 1 in a validation of 400 slow batches, or while it writes a checkpoint; then a second run."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    batches = 0
+
+    def kill(when: bool = True) -> None:
+        if when and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Trainer(config) as trainer, pytest.MonkeyPatch.context() as patch:
+        if phase == "validation":
+            first = next(iter(trainer.validation_batches or ()))
+
+            class Slow:
+                def __iter__(self) -> Iterator[Any]:
+                    nonlocal batches
+                    for _ in range(400):
+                        batches += 1
+                        time.sleep(0.05)
+                        kill(batches == 3)
+                        yield first
+
+            trainer.validation_batches = Slow()  # type: ignore[assignment]
+        else:
+            write = checkpointer_module.write_checkpoint
+
+            def write_and_kill(*arguments: Any) -> Path:
+                kill()
+                return write(*arguments)
+
+            patch.setattr(checkpointer_module, "write_checkpoint", write_and_kill)
+        trainer.train()
+        ended_at = trainer.state.step
+    train(config)
+    return Interrupted(ended_at, batches, lines)
+
+
+@pytest.mark.parametrize("phase", ["validation", "save"])
+def test_told_to_end_in_a_long_phase_the_run_ends_soon_with_its_finished_step_saved(
+    corpus: Path, tmp_path: Path, uninterrupted: Curves, phase: str
+) -> None:
+    """The validation is dropped, not finished; after a save no further step is done. The next run repeats nothing."""
+    config = config_for(
+        corpus,
+        tmp_path,
+        **{**RESUMABLE, "checkpoint__interval": 2 if phase == "save" else 1000},
+        validation__enable="true" if phase == "validation" else "false",
+        validation__freq=2,
+        validation__steps=1,
+    )
+    one, two = run_distributed(told_to_end_in_a_long_phase, 2, config, phase)
+    assert one.ended_at == two.ended_at == 2
+    found = curves(tmp_path)
+    assert found["loss/train"] == uninterrupted["loss/train"], "to the bit, and each step once"
+    assert any("step 2: told to end by a signal; saved" in line for line in one.warnings)
+    if phase == "validation":
+        assert one.batches == two.batches <= 4
+        assert any("step 2: validation dropped" in line for line in one.warnings)
+        assert [step for step, _ in found["loss/validation"]] == [4], "only the second run's"
+
+
 def copies_and_updates(config: Config) -> list[str]:
     """What a run that saves in the background does to its weights, in order."""
     events: list[str] = []
@@ -504,6 +624,27 @@ def test_the_same_data_in_another_place_is_no_change(corpus: Path, tmp_path: Pat
     assert [step for step, _ in curves(folder)["loss/train"]] == [1, 2, 3, 4]
 
 
+def fail_with_own_tokenizer(config: Config, folder: Path) -> str:
+    path = str(folder / f"{dist.get_rank()}.tiktoken")
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, tokenizer_path=path)
+    )
+    with pytest.raises(ValueError, match="tokenizer") as caught:
+        Trainer(config)
+    return str(caught.value)
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all(corpus: Path, tmp_path: Path) -> None:
+    """A rank without it would else wait for the other one, and fail by a broken connection."""
+    shutil.copy(EMBEDDED_PATH, tmp_path / "0.tiktoken")
+    shutil.copy(mark_file(EMBEDDED_PATH), mark_file(tmp_path / "0.tiktoken"))
+    (tmp_path / "1.tiktoken").write_text("no ranks")
+    config = config_for(corpus, tmp_path / "run")
+    theirs, mine = run_distributed(fail_with_own_tokenizer, 2, config, tmp_path, timeout=30)
+    assert theirs == f"rank 1: {mine}"
+    assert "1.tiktoken" in mine
+
+
 def train_on_own_text(configs: list[Config]) -> str:
     with pytest.raises(ValueError, match="read other text") as caught:
         Trainer(configs[dist.get_rank()])
@@ -517,6 +658,50 @@ def test_ranks_that_read_other_text_are_told_at_start(corpus: Path, tmp_path: Pa
     configs = [config_for(corpus, tmp_path / "0"), config_for(other, tmp_path / "1")]
     for message in run_distributed(train_on_own_text, 2, configs):
         assert "ranks [1] read other text than rank 0 (contents: " in message
+
+
+def start_while_rank_1_tokenises(config: Config, init_timeout: int, folder: Path) -> list[str]:
+    """What this rank logs; rank 1, as on a machine of its own, has its cache late."""
+    mesh._WAIT_LOG_SECONDS = 1.0
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    get_logger().addHandler(handler)
+    get_logger().setLevel(logging.INFO)
+    cache = folder / str(dist.get_rank())
+    data = dataclasses.replace(config.data, cache_dir=str(cache))
+    config = dataclasses.replace(config, data=data)
+    tokenize = prepare.tokenize
+
+    def slowly(*args: Any, **options: Any) -> prepare.Counts:
+        time.sleep((init_timeout + 3) * dist.get_rank())
+        return tokenize(*args, **options)
+
+    prepare.tokenize = slowly
+    dist.destroy_process_group()
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+        timeout=timedelta(seconds=init_timeout),
+    )
+    for _ in range(2):  # the second finds the cache
+        with Trainer(config) as trainer:
+            trainer.train()
+    return messages
+
+
+def test_a_rank_may_tokenise_for_longer_than_a_collective_may_take(
+    corpus: Path, tmp_path: Path
+) -> None:
+    config = config_for(corpus, tmp_path, training__steps=2)
+    first, second = run_distributed(start_while_rank_1_tokenises, 2, config, 2, tmp_path)
+    waits = [message for message in first if message.startswith("waiting")]
+    assert 2 <= len(waits) <= 5
+    assert set(waits) == {"waiting for ranks 1, which still tokenise data.sources"}
+    assert not [message for message in second if message.startswith("waiting")]
 
 
 def timeouts(config: Config) -> tuple[float, float]:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.fsdp import transports
-from matrixtitan.fsdp.api import TRANSPORTS
 from matrixtitan.fsdp.background import CHUNK_BYTES
 from matrixtitan.fsdp.streams import Work
-from matrixtitan.fsdp.transports import Piece
+from matrixtitan.fsdp.transports import OwnedTensor, runtime_class
+from matrixtitan.plan.transports import TRANSPORTS
 from tests.lib.distributed import run_distributed
 
 BIG = 3 * CHUNK_BYTES // 4 + 5  # elements of float32: several chunks and a rest
@@ -43,7 +43,7 @@ def move(
     rank, world = dist.get_rank(), dist.get_world_size()
     backend = "nccl" if device == "cuda" else "gloo"
     weights_way, gradients_way = (
-        TRANSPORTS[name](dist.new_group(backend=backend)) for _ in range(2)
+        runtime_class(name)(dist.new_group(backend=backend)) for _ in range(2)
     )
     gathered, reduced, works = [], [], []
     for sizes in layouts:
@@ -51,11 +51,11 @@ def move(
         for index, (owner, numel) in enumerate(sizes):
             owner %= world
             full = content(index, numel, owner).to(device, dtype)
-            piece = Piece(owner, full.clone() if rank == owner else torch.zeros_like(full))
+            piece = OwnedTensor(owner, full.clone() if rank == owner else torch.zeros_like(full))
             weights.append((full, piece))
             total = sum(content(index, numel, other) for other in range(world))
             mine = content(index, numel, rank).to(device, dtype)
-            gradients.append((total.to(device, dtype), Piece(owner, mine)))  # type: ignore[union-attr]
+            gradients.append((total.to(device, dtype), OwnedTensor(owner, mine)))  # type: ignore[union-attr]
         works += weights_way.unshard([piece for _, piece in weights])
         works += gradients_way.reduce([piece for _, piece in gradients])
         gathered += weights
@@ -106,7 +106,7 @@ def test_moves_bfloat16(name: str) -> None:
 def sends_in_flight() -> int:
     """Most sends of one gather that this rank had issued and not yet seen done."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # every rank on a machine of its own
-    transport = TRANSPORTS["star"](dist.new_group())
+    transport = runtime_class("star")(dist.new_group())
     alive = most = 0
     isend = dist.isend
 
@@ -126,7 +126,7 @@ def sends_in_flight() -> int:
         return Watched(isend(*args, **kwargs))
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    pieces = [Piece(owner, torch.full((1000,), float(rank))) for owner in range(world)]
+    pieces = [OwnedTensor(owner, torch.full((1000,), float(rank))) for owner in range(world)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counted)
         for work in transport.unshard(pieces):
@@ -143,7 +143,7 @@ def test_star_sends_in_turn_across_machines() -> None:
 def sent_ahead(direction: str) -> int:
     """Chunks of two operations, one an owner, that this rank of three sends before rank 2 joins in."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    transport = TRANSPORTS["ring"](dist.new_group())
+    transport = runtime_class("ring")(dist.new_group())
     flag, sent, isend = torch.zeros(1), 0, dist.isend
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ def sent_ahead(direction: str) -> int:
             work
             for _ in range(count)
             for work in getattr(transport, direction)(
-                [Piece(owner, torch.ones(100)) for owner in range(world)]
+                [OwnedTensor(owner, torch.ones(100)) for owner in range(world)]
             )
         ]
 
@@ -198,10 +198,12 @@ def test_ring_begins_the_next_operation_once_it_has_sent_all_of_the_last(directi
 
 
 def reduce_irrational(name: str) -> torch.Tensor:
-    transport = TRANSPORTS[name](dist.new_group())
+    transport = runtime_class(name)(dist.new_group())
     torch.manual_seed(dist.get_rank())
     tensors = [torch.randn(5000) for _ in range(dist.get_world_size())]
-    for work in transport.reduce([Piece(owner, tensor) for owner, tensor in enumerate(tensors)]):
+    for work in transport.reduce(
+        [OwnedTensor(owner, tensor) for owner, tensor in enumerate(tensors)]
+    ):
         work.wait()
     transport.close()
     return tensors[dist.get_rank()]
@@ -214,11 +216,11 @@ def test_sums_are_the_same_bits_in_two_runs(name: str) -> None:
 
 
 def die_in_the_middle(name: str) -> None:
-    transport = TRANSPORTS[name](dist.new_group())
+    transport = runtime_class(name)(dist.new_group())
     dist.barrier()
     if dist.get_rank() == 1:
         raise SystemExit("gone")
-    for work in transport.unshard([Piece(1, torch.zeros(1000))]):
+    for work in transport.unshard([OwnedTensor(1, torch.zeros(1000))]):
         work.wait()
 
 
@@ -242,8 +244,10 @@ def test_a_launch_on_nccl_is_asynchronous(call: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(dist.distributed_c10d, "_coalescing_manager", manager)
     monkeypatch.setattr(dist, call, lambda tensor, **keys: issued.append(keys))
-    transport = object.__new__(TRANSPORTS["grouped"])
+    transport = object.__new__(runtime_class("grouped"))
     transport.group, transport.on_nccl, transport._pair = None, True, None  # type: ignore[attr-defined]
     move_all = transport.unshard if call == "broadcast" else transport.reduce
-    assert move_all([Piece(0, torch.ones(3)), Piece(1, torch.ones(2))]) == ["the launch"]
+    assert move_all([OwnedTensor(0, torch.ones(3)), OwnedTensor(1, torch.ones(2))]) == [
+        "the launch"
+    ]
     assert all(keys["async_op"] for keys in issued)

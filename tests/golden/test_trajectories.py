@@ -20,6 +20,8 @@ from tests.lib.keller_muon import KellerMuon
 
 DATA = Path(__file__).parent / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((DATA / "cases.json").read_text())
+OUR_NAMES = {"epsilon": "eps", "max_preconditioner_dim": "max_precond_dim"}
+"""Where the reference calls an option otherwise."""
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {"muon": Muon, "soap": SOAP, "shampoo": Shampoo}
 
 
@@ -33,7 +35,7 @@ def largest_error(
 
     `stacked` runs each matrix as both slices of a stack. `optimizer_class` replaces the one that the case names.
     """
-    options = dict(CASES[case])
+    options = {OUR_NAMES.get(key, key): value for key, value in CASES[case].items()}
     named = CLASSES[options.pop("kind")]
     optimizer_class = optimizer_class or named
     arrays = np.load(DATA / f"{case}.npz")

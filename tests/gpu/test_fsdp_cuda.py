@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
-from matrixtitan.plan.memory import REDUCTIONS_IN_FLIGHT
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
 from tests.lib.toy import batch, make_toy, toy_units
 
 pytestmark = [

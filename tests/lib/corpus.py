@@ -23,7 +23,7 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     """Token n is byte n; BOS is 256 and EOS 257."""
     path = folder / "bytes.tiktoken"
     write_ranks(path, [bytes([byte]) for byte in range(256)])
-    return load_tokenizer(str(path))
+    return load_tokenizer(str(path), pattern="llama3")
 
 
 def texts(count: int, seed: int = 0) -> list[str]:

@@ -52,7 +52,7 @@ def shampoo(
     *,
     lr: float,
     betas: tuple[float, float],
-    epsilon: float,
+    eps: float,
     weight_decay: float,
     graft: tuple[float, float],
 ) -> list[Tensor]:
@@ -70,18 +70,16 @@ def shampoo(
         corrected = average / (1 - betas[0] ** step)
         adam = corrected / ((average_sq / (1 - graft[0] ** step)).sqrt() + graft[1])
         correction = 1 - betas[1] ** step
-        direction = (
-            _root(left / correction, epsilon) @ corrected @ _root(right / correction, epsilon)
-        )
+        direction = _root(left / correction, eps) @ corrected @ _root(right / correction, eps)
         direction = direction * adam.norm() / direction.norm()
         weight = weight - lr * (direction + weight_decay * weight)
         weights.append(weight)
     return weights
 
 
-def _root(factor: Tensor, epsilon: float) -> Tensor:
+def _root(factor: Tensor, eps: float) -> Tensor:
     values, vectors = torch.linalg.eigh(factor)
-    return vectors @ torch.diag((values.clamp(min=0) + epsilon) ** -0.25) @ vectors.T
+    return vectors @ torch.diag((values.clamp(min=0) + eps) ** -0.25) @ vectors.T
 
 
 def soap(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from matrixtitan.config import Config, config_from_dict
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.parallelize import parallelize
-from matrixtitan.strategies.base import DataParallel
+from matrixtitan.rules import MuonRule
 from models.llama import Llama, LlamaFlavor
 
 SEQUENCES, SEQ_LEN, VOCAB = 24, 8, 50
@@ -48,15 +47,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(strategy: str, **optimizer: Any) -> Config:
-    """The config of one of STRATEGIES; keywords replace keys of its optimizer section."""
+def make_config(strategy: str, **muon: Any) -> Config:
+    """The config of one of STRATEGIES; keywords replace options of Muon."""
     config = config_from_dict(SECTIONS, __name__)
     choice = dict(STRATEGIES[strategy])
     exchange = choice.pop("matrix_exchange", "all_to_all")
     return dataclasses.replace(
         config,
         parallelism=dataclasses.replace(config.parallelism, **choice),
-        optimizer=dataclasses.replace(config.optimizer, matrix_exchange=exchange, **optimizer),
+        optimizer=dataclasses.replace(
+            config.optimizer, matrix_exchange=exchange, rule=MuonRule(**muon)
+        ),
     )
 
 
@@ -75,10 +76,9 @@ class Run:
         )
         with torch.device("meta"):
             self.model = Llama(FLAVOR, vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=tied)
-        built = parallelize(self.model, config, mesh, self.device)
         self.config = config
-        self.strategy: DataParallel = built.strategy
-        self.close: Callable[[], None] = built.close
+        self.strategy = parallelize(self.model, config, mesh, self.device)
+        self.close = self.strategy.close
         self.strategy.materialize(self.init_rows)
         self.model.init_buffers(self.device)
         self.optimizers: Optimizers = self.strategy.build_optimizers(config.optimizer)

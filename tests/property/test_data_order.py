@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches, Windows
 from matrixtitan.data.order import MIXTURE_PERIOD, WindowOrder, make_key, permute
 from matrixtitan.data.prepare import split_of
+from matrixtitan.data.shards import TokenStream
 
 seeds = st.integers(0, 2**63)
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
@@ -28,6 +31,64 @@ def test_permute_stays_inside_and_apart(size: int, key: int, data: st.DataObject
     images = permute(first, size, key), permute(second, size, key)
     assert all(0 <= image < size for image in images)
     assert (images[0] == images[1]) == (first == second)
+
+
+class Numbers(TokenStream):
+    """The stream of tokens 0, 1, 2, ..."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        return np.arange(start, start + count)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.integers(4, 200),
+    world_size=st.integers(1, 4),
+    local_batch_size=st.integers(1, 3),
+    global_batch_size=st.integers(1, 12),
+    steps=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    seed=seeds,
+)
+def test_every_token_is_predicted_once_an_epoch_however_often_a_run_resumes(
+    tokens: int,
+    world_size: int,
+    local_batch_size: int,
+    global_batch_size: int,
+    steps: list[int],
+    seed: int,
+) -> None:
+    """Counted over ranks, by its number: what follows a window's last token is the next one's first."""
+    windows = Windows([Numbers(tokens)], [1.0], seq_len=3, seed=seed)
+    size, start = windows.order.sizes[0], 0
+    predicted: list[int] = []
+    for count in steps:  # from one resume to the next
+        ranks = [
+            RankBatches(
+                windows,
+                local_batch_size,
+                rank,
+                world_size,
+                num_windows=global_batch_size,
+                start_window=start,
+                endless=True,
+            )
+            for rank in range(world_size)
+        ]
+        batches = [iter(rank) for rank in ranks]
+        for _, rank_batches in itertools.product(range(count * ranks[0].num_batches), batches):
+            labels = next(rank_batches)[1].flatten()
+            predicted += labels[labels != IGNORE_INDEX].tolist()
+        start += count * global_batch_size
+    for first in range(0, len(predicted), 3 * size):
+        epoch = predicted[first : first + 3 * size]
+        assert len(set(epoch)) == len(epoch)
+        assert len(epoch) < 3 * size or sorted(epoch) == list(range(1, 3 * size + 1))
 
 
 def test_permute_looks_random() -> None:

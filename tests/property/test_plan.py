@@ -13,6 +13,7 @@ from matrixtitan.plan.cost import block_cost, rank_bytes
 from matrixtitan.plan.packing import CLEAR_MARGIN
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
+from matrixtitan.rules import RULES
 
 WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 33, 100])
 OPTIMIZERS = st.sampled_from(["muon", "shampoo", "soap", "adamw"])
@@ -47,7 +48,7 @@ def _models(draw: Any) -> list[ParamSpec]:
 def test_a_plan_places_every_row_once_and_cuts_no_block(
     specs: list[ParamSpec], world_size: int, optimizer: Any
 ) -> None:
-    plan = make_plan(specs, world_size, PlanSettings(matrix_optimizer=optimizer))
+    plan = make_plan(specs, world_size, PlanSettings(rule=RULES[optimizer]()))
     assert [shard.fqn for shard in plan.shards] == [spec.fqn for spec in specs]
     for spec, shard in zip(specs, plan.shards, strict=True):
         assert (shard.shape, shard.role, shard.unit) == (spec.shape, spec.role, spec.unit)
@@ -64,9 +65,9 @@ def test_a_plan_places_every_row_once_and_cuts_no_block(
 def test_a_plan_is_a_function_of_its_input_and_survives_json(
     specs: list[ParamSpec], world_size: int, optimizer: Any
 ) -> None:
-    chosen = PlanSettings(matrix_optimizer=optimizer)
+    chosen = PlanSettings(rule=RULES[optimizer]())
     plan = make_plan(specs, world_size, chosen)
-    again = make_plan(list(specs), world_size, PlanSettings(matrix_optimizer=optimizer))
+    again = make_plan(list(specs), world_size, PlanSettings(rule=RULES[optimizer]()))
     assert plan == again and plan.digest == again.digest
     stored = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert stored == plan and stored.digest == plan.digest
@@ -77,7 +78,7 @@ def test_a_plan_is_a_function_of_its_input_and_survives_json(
 def test_bytes_are_all_accounted_for_and_near_balance(
     specs: list[ParamSpec], world_size: int, optimizer: Any
 ) -> None:
-    chosen = PlanSettings(matrix_optimizer=optimizer)
+    chosen = PlanSettings(rule=RULES[optimizer]())
     held = [part.total for part in rank_bytes(make_plan(specs, world_size, chosen), chosen)]
     costs = {spec.fqn: block_cost(spec, chosen).resident.total for spec in specs}
     whole = {spec.fqn: costs[spec.fqn] * (spec.shape[0] // spec.block_rows) for spec in specs}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -17,7 +19,11 @@ from matrixtitan.config import (
     config_from_dict,
     help_text,
     load_config,
+    markdown,
+    option_tables,
+    tables,
     to_toml,
+    upgraded,
 )
 from matrixtitan.data.tokenizer import EMBEDDED_PATH, load_tokenizer
 
@@ -53,11 +59,11 @@ def test_a_tokenizer_is_a_file_or_a_folder_that_holds_one(tmp_path: Path) -> Non
     text = (
         f'[model]\ntokenizer_path = "{folder}"\n[data]\nsources = [{{ type = "python_stdlib" }}]\n'
     )
-    with pytest.raises(ConfigError, match=r"llama/tokenizer\.model.* or to a folder with a file"):
+    with pytest.raises(ConfigError, match=r"llama/tokenizer\.model.* or to a folder that contains"):
         load(tmp_path, text)
     shutil.copy(EMBEDDED_PATH, folder / "tokenizer.model")
     assert load(tmp_path, text).model.tokenizer_path == str(folder)
-    assert load_tokenizer(str(folder)).path == str(folder / "tokenizer.model")
+    assert load_tokenizer(str(folder), "llama3").path == str(folder / "tokenizer.model")
 
 
 def test_a_path_with_brackets_is_that_path(tmp_path: Path) -> None:
@@ -92,7 +98,7 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
         "1",
         "--optimizer.tail_patterns",
         '["layers.0.*", "a b"]',
-        "--optimizer.per_head_patterns",
+        "--optimizer.muon.per_head_patterns",
         "layers.*.wq.weight",
         "--compile.enable",
         "true",
@@ -102,7 +108,7 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
         '[{pattern = "layers.*", lr = 0.5}]',
         "--model.tie_embeddings",
         "none",
-        "--optimizer.ns_coefficients",
+        "--optimizer.muon.ns_coefficients",
         "[[1, 2, 3], [4.5, 5, 6]]",
         "--data.seed",
         "7",
@@ -112,15 +118,16 @@ def test_overrides_of_every_kind(tmp_path: Path) -> None:
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert config.optimizer.tail_patterns == ("layers.0.*", "a b")
-    assert config.optimizer.per_head_patterns == ("layers.*.wq.weight",)
+    assert config.optimizer.rule.per_head_patterns == ("layers.*.wq.weight",)
     assert config.compile.enable is True
     assert config.optimizer.groups[0].lr == 0.5
     assert config.optimizer.groups[0].weight_decay is None
     assert config.model.tie_embeddings is None
-    assert config.optimizer.ns_coefficients == ((1.0, 2.0, 3.0), (4.5, 5.0, 6.0))
+    assert config.optimizer.rule.ns_coefficients == ((1.0, 2.0, 3.0), (4.5, 5.0, 6.0))
     assert config.data.seed == 7
 
 
+ADAMW, SOAP, SHAMPOO = (("--optimizer.name", name) for name in ("adamw", "soap", "shampoo"))
 MISTAKES = [
     ("[trainig]\nsteps = 1", (), r"unknown section \[trainig\]; did you mean training"),
     ("[optimizer]\nlearning_rate = 1", (), r"unknown key optimizer\.learning_rate"),
@@ -129,7 +136,7 @@ MISTAKES = [
     ("", ("--training.steps", "true"), r"training\.steps must be whole number"),
     (
         "",
-        ("--optimizer.ns_coefficients", "quintc"),
+        ("--optimizer.muon.ns_coefficients", "quintc"),
         r"ns_coefficients must be quintic\|polar_express or list",
     ),
     ("", ("--compile.enable", "1"), r"compile\.enable must be true or false"),
@@ -142,11 +149,39 @@ MISTAKES = [
         ("--training.global_batch_size", "0"),
         r"training\.global_batch_size is 0; it is required",
     ),
-    ("", ("--parallelism.tensor_parallel_degree", "2"), "data parallelism only"),
-    ("", ("--parallelism.pipeline_parallel_degree", "2"), "data parallelism only"),
-    ("", ("--parallelism.context_parallel_degree", "2"), "data parallelism only"),
+    (
+        "",
+        ("--parallelism.tensor_parallel_degree", "2"),
+        r"unknown key --parallelism\.tensor_parallel_degree; there are strategy, data_parallel_rep",
+    ),
+    ("", ("--metrics.enable_wandb", "true"), r"enable_wandb; there are log_freq, enable_tensorboa"),
+    (
+        "[optimizer]\nmomentum = 0.9",
+        (),
+        r"unknown key optimizer\.momentum; it is optimizer\.muon\.m",
+    ),
+    ("", ("--optimizer.eps", "1"), r"--optimizer\.eps; it is optimizer\.shampoo\.eps or "),
+    ("[optimizer.soap]\neps = 0.1", (), r"run\.toml: optimizer\.soap\.eps has no effect.* is muon"),
+    ("", ("--optimizer.soap.eps", "0.1"), r"command line: optimizer\.soap\.eps has no effect"),
+    (
+        "",
+        ("--parallelism.strategy", "ddp", "--parallelism.transport", "ring"),
+        r"parallelism\.transport is set, but has no effect: it needs parallelism\.strategy matrix_f",
+    ),
+    ("", ("--optimizer.matrix_exchange", "gather_each"), r"it needs parallelism\.strategy fsdp2"),
+    (
+        "",
+        (*SHAMPOO, "--optimizer.shampoo.graft", "none", "--optimizer.shampoo.graft_beta", "0.5"),
+        r"optimizer\.shampoo\.graft_beta is set, but has no effect: it needs graft adam, and that is",
+    ),
+    ("", ("--training.max_consecutive_skips", "3"), r"it needs on_nonfinite skip"),
+    ("", ("--checkpoint.export_dtype", "bfloat16"), r"it needs last_save_model_only true"),
+    (
+        "",
+        ("--data.sources", '[{type = "python_stdlib", field = "x"}]'),
+        r"has no effect on a source",
+    ),
     ("", ("--parallelism.egress_cap", "0.5"), r"egress_cap is 0\.5; write 0 for no cap"),
-    ("", ("--metrics.enable_wandb", "true"), "Weights & Biases is not supported"),
     ("", ("--parallelism.strategy", "fsdp2", "--optimizer.name", "soap"), r"optimizer\.name soap"),
     (
         "",
@@ -162,18 +197,26 @@ MISTAKES = [
     ("", ("--data.sources", '[{kind = "text"}]'), r"unknown key data\.sources\[0\]\.kind"),
     ("steps = [", (), "not a TOML file"),
     ("", ("--optimizer.lr", "nan"), r"optimizer\.lr must be number, not nan"),
-    ("", ("--optimizer.ns_coefficients", "[[nan, 0, 0]]"), r"optimizer\.ns_coefficients must be"),
+    (
+        "",
+        ("--optimizer.muon.ns_coefficients", "[[nan, 0, 0]]"),
+        r"optimizer\.muon\.ns_coefficients must be",
+    ),
     ("", ("--optimizer.tail_lr", "inf"), r"optimizer\.tail_lr is inf; it must be finite"),
     ("", ("--optimizer.tail_weight_decay", "-1"), r"optimizer\.tail_weight_decay is -1\.0"),
     ("", ("--optimizer.tail_betas", "[0.9, 1.5]"), r"optimizer\.tail_betas holds 1\.5"),
-    ("", ("--optimizer.betas", "[0.9]"), r"optimizer\.betas must hold two"),
-    ("", ("--optimizer.betas", "[0.9, 1]"), r"optimizer\.betas holds 1\.0"),
-    ("", ("--optimizer.momentum", "1.5"), r"optimizer\.momentum is 1\.5"),
-    ("", ("--optimizer.ns_steps", "100"), r"optimizer\.ns_steps is 100"),
-    ("", ("--optimizer.ns_coefficients", "[[inf, 1, 1]]"), "triples of finite numbers"),
-    ("", ("--optimizer.max_precond_dim", "0"), r"optimizer\.max_precond_dim is 0"),
-    ("", ("--optimizer.shampoo_beta", "2"), r"optimizer\.shampoo_beta is 2"),
-    ("", ("--optimizer.graft_beta", "2"), r"optimizer\.graft_beta is 2"),
+    ("", (*ADAMW, "--optimizer.adamw.betas", "[0.9]"), r"optimizer\.adamw\.betas is .* two"),
+    ("", (*ADAMW, "--optimizer.adamw.betas", "[0.9, 1]"), r"optimizer\.adamw\.betas holds 1\.0"),
+    ("", ("--optimizer.muon.momentum", "1.5"), r"optimizer\.muon\.momentum is 1\.5"),
+    ("", ("--optimizer.muon.ns_steps", "100"), r"optimizer\.muon\.ns_steps is 100"),
+    ("", ("--optimizer.muon.ns_coefficients", "[[inf, 1, 1]]"), "triples of finite numbers"),
+    (
+        "",
+        (*SOAP, "--optimizer.soap.max_precond_dim", "0"),
+        r"optimizer\.soap\.max_precond_dim is 0",
+    ),
+    ("", (*SOAP, "--optimizer.soap.shampoo_beta", "2"), r"optimizer\.soap\.shampoo_beta is 2"),
+    ("", (*SHAMPOO, "--optimizer.shampoo.graft_beta", "2"), r"optimizer\.shampoo\.graft_beta is 2"),
     ("", ("--validation.local_batch_size", "-1"), r"validation\.local_batch_size is -1"),
     ("", ("--validation.steps", "0"), r"validation\.steps is 0"),
     ("", ("--checkpoint.load_step", "-7"), r"checkpoint\.load_step is -7"),
@@ -181,16 +224,25 @@ MISTAKES = [
     ("", ("--activation_checkpoint.selective_ac_option", "²"), "write op or a number"),
     (
         "",
-        ("--optimizer.ns_coefficients", "[[1, 2]]"),
-        r"optimizer\.ns_coefficients must hold triples",
+        ("--optimizer.muon.ns_coefficients", "[[1, 2]]"),
+        r"optimizer\.muon\.ns_coefficients must hold triples",
     ),
-    ("", ("--optimizer.ns_coefficients", "[]"), r"optimizer\.ns_coefficients must hold triples"),
     (
         "",
-        ("--optimizer.ns_coefficients", "[[1, 2, 3], [1, 2, 3]]", "--optimizer.ns_steps", "1"),
-        r"holds 2 triples for optimizer\.ns_steps 1",
+        ("--optimizer.muon.ns_coefficients", "[]"),
+        r"optimizer\.muon\.ns_coefficients must hold triples",
     ),
-    ("", ("--optimizer.groups", "[{lr = 1}]"), r"optimizer\.groups\[0\] has no pattern"),
+    (
+        "",
+        (
+            "--optimizer.muon.ns_coefficients",
+            "[[1, 2, 3], [1, 2, 3]]",
+            "--optimizer.muon.ns_steps",
+            "1",
+        ),
+        r"holds 2 triples for ns_steps 1",
+    ),
+    ("", ("--optimizer.groups", "[{lr = 1}]"), r"optimizer\.groups\[0\]\.pattern is empty"),
     (
         "",
         ("--optimizer.groups", '[{pattern = "*", lr = -1}]'),
@@ -229,9 +281,9 @@ def test_help_lists_every_key_with_type_default_and_meaning() -> None:
     text = help_text()
     for name in all_keys():
         assert f"--{name}  (" in text
-    for section in dataclasses.fields(Config):
-        for option in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
-            assert option.metadata["doc"] in text
+    for table in option_tables().values():
+        for option in dataclasses.fields(table):
+            assert option.name == "rule" or option.metadata["doc"] in text
 
 
 def test_configs_are_frozen() -> None:
@@ -244,3 +296,24 @@ def test_text_with_any_character_survives_printing(tmp_path: Path) -> None:
         tmp_path, "", "--job.description", 'tab\t quote" back\\slash \r\x01\x7f \N{SNOWMAN}'
     )
     assert config_from_dict(tomli.loads(to_toml(config)), "printed") == config
+
+
+def test_a_config_saved_by_an_older_release_differs_in_nothing() -> None:
+    old = Path(__file__).parents[1] / "golden" / "data" / "old_checkpoints"
+    for name in ("muon", "soap"):
+        saved = upgraded(json.loads((old / name / "step-4" / "config.json").read_text()))
+        config = config_from_dict(_without_nulls(saved), "saved")
+        assert config.optimizer.name == name
+        assert json.loads(json.dumps(tables(config))) == saved
+
+
+def _without_nulls(saved: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        section: {key: value for key, value in table.items() if value is not None}
+        for section, table in saved.items()
+    }
+
+
+def test_the_page_on_configuration_is_what_the_schema_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text() == markdown(), "run: python -m matrixtitan.config > " + str(page)

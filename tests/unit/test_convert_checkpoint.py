@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import resource
 import sys
 import threading
@@ -35,9 +36,11 @@ from matrixtitan.plan.local_param import LocalParam
 from models.layers import RopeScaling
 from models.llama import LLAMA3_FLAVORS, LlamaFlavor
 from tests.lib.distributed import run_distributed
+from tools import convert_checkpoint
 from tools.convert_checkpoint import (
     LlamaModel,
     Weights,
+    _model_of,
     main,
     open_weights,
     write_huggingface,
@@ -178,15 +181,99 @@ def test_dtype_rounds_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_old_and_doubled_tensors_are_left_out(tmp_path: Path) -> None:
+def add_tensors(folder: Path, **tensors: Tensor) -> None:
+    """Store them too, a "__" in a name for each dot; `lm_head__weight` beside a tied model's embedding."""
+    path = folder / "model.safetensors"
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    safetensors_torch.save_file(safetensors_torch.load_file(path) | named, path)
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    write_huggingface(weights_of(TIED), tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+def test_old_and_doubled_tensors_are_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)  # in several pieces
     weights = weights_of(TIED)
-    write_huggingface(weights, tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    stored = safetensors_torch.load_file(path)
-    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
-    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    safetensors_torch.save_file(stored, path)
-    assert_same(open_weights(tmp_path / "hf"), weights)
+    add_tensors(
+        tied,
+        lm_head__weight=weights.read("tok_embeddings.weight").clone(),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+        model__rotary_emb__inv_freq=torch.ones(8),
+    )
+    assert_same(open_weights(tied), weights)
+
+
+@pytest.mark.parametrize("change", ["first", "last", "sign", "rows", "dtype"])
+def test_a_tied_model_s_own_output_is_not_dropped(
+    change: str, tied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)
+    output = weights_of(TIED).read("tok_embeddings.weight").clone()
+    if change == "sign":  # equal as numbers, not to the bit
+        add_tensors(tied, model__embed_tokens__weight=torch.zeros_like(output))
+        output = -torch.zeros_like(output)
+    if change in ("first", "last"):
+        output[0 if change == "first" else -1, 0] += 1
+    output = {"rows": output[:-1], "dtype": output.bfloat16()}.get(change, output)
+    add_tensors(tied, lm_head__weight=output.contiguous())
+    message = (
+        r"model\.safetensors: .* lm_head\.weight is not the embedding\. Set tie_word_embeddings"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_weights(tied)
+
+
+def test_a_tied_config_with_an_output_of_its_own_is_imported_untied_as_the_message_says(
+    tied: Path,
+) -> None:
+    """With tie_word_embeddings false the logits are transformers 5's, which uses the stored output."""
+    add_tensors(tied, lm_head__weight=torch.randn(VOCAB, 64))
+    edit_config(tied, tie_word_embeddings=False)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tied)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(open_weights(tied)), theirs(tokens()).logits, atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.experts.gate_proj.weight",
+        "score.weight",
+        "own.rotary_emb.inv_freq",
+    ],
+)
+def test_a_tensor_that_is_not_ours_is_refused_by_name(name: str, tied: Path) -> None:
+    add_tensors(tied, **{name.replace(".", "__"): torch.ones(8)})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {re.escape(name)} is not a tensor"):
+        open_weights(tied)
+
+
+def test_transformers_models_with_biases_or_other_rotations_are_refused(tmp_path: Path) -> None:
+    small = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    for number, (keys, message) in enumerate(
+        [
+            ({"attention_bias": True}, "attention_bias is True"),
+            ({"mlp_bias": True}, "mlp_bias is True"),
+            ({"head_dim": 4}, "head_dim is 4"),
+            ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+                r"rope_parameters\.rope_type is 'linear'",
+            ),
+        ]
+    ):
+        config = transformers.LlamaConfig(**small, **keys)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / str(number))
+        with pytest.raises(ValueError, match=rf"config\.json: {message}"):
+            open_weights(tmp_path / str(number))
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -251,6 +338,38 @@ def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
     write_tokenizer(Tokenizer(ranks, family, str(rank_file)), tmp_path, SEQ_LEN)
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert fast("ab<|e|>")["input_ids"] == [300, 97, 98, 301]
+
+
+def test_a_named_tokenizer_pattern_goes_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names has none."""
+    rank_file = tmp_path / "ranks"
+    write_ranks(rank_file, [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
+    write_huggingface(weights_of(UNTIED), tmp_path / "hf")
+    to_ours = [tmp_path / "hf", tmp_path / "ours", "--to", "matrixtitan"]
+    message = fails(capsys, *to_ours, "--tokenizer-pattern", "qwen2")
+    assert "--tokenizer-pattern qwen2: of which file?" in message
+    own = ["--tokenizer", rank_file, "--tokenizer-pattern", "qwen2"]
+    main([str(argument) for argument in (*to_ours, *own)])
+    model = open_weights(tmp_path / "ours").model
+    assert (model.tokenizer_path, model.tokenizer_pattern) == (str(rank_file), "qwen2")
+    old = {**model.to_config()["model"]}
+    del old["tokenizer_pattern"]
+    shapes = {"tok_embeddings.weight": torch.Size([VOCAB, 48])}
+    assert _model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
+        dataclasses.replace(model, max_seq_len=1, tie_embeddings=True, tokenizer_pattern="")
+    )
+
+    wide = dataclasses.replace(model, vocab_size=260, special_ids=None)
+    values = {fqn: torch.zeros(shape) for fqn, shape in Weights(wide, {}, model).shapes.items()}
+    dtypes = dict.fromkeys(values, torch.float32)
+    write_huggingface(Weights(wide, dtypes, values.__getitem__), tmp_path / "out")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert fast("123")["input_ids"] == [258, 49, 50, 51]
+    unmarked = dataclasses.replace(wide, tokenizer_pattern="")
+    with pytest.raises(ValueError, match=r"cannot be read.*nothing says how it splits text"):
+        write_huggingface(Weights(unmarked, dtypes, values.__getitem__), tmp_path / "none")
 
 
 class FakeStrategy:
@@ -445,6 +564,18 @@ def test_missing_files_are_named(hf: Path, tmp_path: Path) -> None:
         open_weights(hf)
     (hf / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
+        open_weights(hf)
+
+
+def test_weights_in_files_that_would_not_be_read_are_named(hf: Path) -> None:
+    shards = sorted(hf.glob("*.safetensors"))
+    safetensors_torch.save_file({"lora": torch.ones(2)}, hf / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"holds adapter_model\.safetensors \(1 files\)"):
+        open_weights(hf)
+    (hf / "adapter_model.safetensors").unlink()
+    twice = safetensors_torch.load_file(shards[0]) | safetensors_torch.load_file(shards[1])
+    safetensors_torch.save_file(twice, shards[1])
+    with pytest.raises(ValueError, match=rf"is in {shards[0].name} and in {shards[1].name}"):
         open_weights(hf)
 
 

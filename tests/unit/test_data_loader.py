@@ -6,27 +6,34 @@ import dataclasses
 import itertools
 import json
 import logging
+import multiprocessing
+import os
 import pickle
+import resource
+import traceback
 from collections import Counter
 from collections.abc import Iterable
+from multiprocessing.queues import Queue
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from matrixtitan.config import Config, DataSource, ValidationConfig
+from matrixtitan.config import Config, DataSource, TrainingConfig, ValidationConfig
 from matrixtitan.data.dataloader import (
     build_dataloader,
     build_validation_loader,
-    microbatches,
     open_sources,
     stream_fingerprint,
 )
 from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
+from matrixtitan.data.shards import ShardWriter, TokenStream, dtype_for
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from matrixtitan.ranks import split_batch
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
 
 Batch = tuple[Tensor, Tensor]
@@ -82,14 +89,15 @@ def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The windows of each step, in the order of the stream, put together from all ranks."""
-    training = config.training
-    count = microbatches(training.global_batch_size, training.local_batch_size, world_size)
+    """The windows of each step, in the order of the stream, put together from all ranks, without padding."""
+    count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
         for rank in range(world_size)
     ]
-    return [rows(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)]
+    return [
+        labelled(next(loader) for _ in range(count) for loader in loaders) for _ in range(steps)
+    ]
 
 
 def with_workers(config: Config, num_workers: int) -> Config:
@@ -150,11 +158,32 @@ def test_global_batches_are_the_same_at_any_world_size(
     assert got == expected
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8, 40])
+@pytest.mark.parametrize("limit", [1, 4, 8192])
+def test_automatic_batches_are_the_same_at_any_world_size(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lower: DataSource,
+    world_size: int,
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can go on."""
+    monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
+    config = data_config(folder, lower, global_batch_size=16)
+    expected = global_batches(config, tokenizer, 1, steps=5)
+    automatic = with_local_batch(config, 0)
+    got = global_batches(automatic, tokenizer, world_size, steps=2)
+    got += global_batches(automatic, tokenizer, 3, steps=3, start_window=2 * 16)
+    assert got == expected
+
+
+@pytest.mark.parametrize("local_batch_size", [0, 2])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_change_nothing(
-    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, local_batch_size: int
 ) -> None:
-    config = data_config(folder, lower, local_batch_size=2)
+    config = data_config(folder, lower, global_batch_size=20, local_batch_size=local_batch_size)
     expected = global_batches(config, tokenizer, 2, steps=5)
     assert global_batches(with_workers(config, num_workers), tokenizer, 2, steps=5) == expected
 
@@ -170,6 +199,26 @@ def test_resume_twice_in_a_row_and_at_another_world_size(
     got += global_batches(worked, tokenizer, 3, steps=3, start_window=2 * 12)
     got += global_batches(worked, tokenizer, 1, steps=4, start_window=5 * 12)
     assert got == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
+    folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, world_size: int
+) -> None:
+    """Stopped before the step that holds the first epoch's end, resumed to past the second's."""
+    config = with_workers(data_config(folder, lower), num_workers)
+    (source,) = open_sources(config.data, tokenizer)
+    size = source.train.num_windows(16)
+    stopped_at = size // 12
+    assert size % 12, "an epoch must end inside a global batch"
+    steps = global_batches(config, tokenizer, world_size, stopped_at)
+    steps += global_batches(config, tokenizer, world_size, stopped_at + 2, stopped_at * 12)
+    assert steps == global_batches(config, tokenizer, world_size, 2 * stopped_at + 2)
+    windows = list(itertools.chain.from_iterable(steps))
+    stream = source.train.read(0, size * 16 + 1).tolist()
+    expected = sorted(tuple(stream[16 * number : 16 * number + 17]) for number in range(size))
+    assert sorted(windows[:size]) == sorted(windows[size : 2 * size]) == expected
 
 
 def test_resume_at_a_far_index_reads_only_its_own_tokens(
@@ -290,9 +339,30 @@ def test_the_log_tells_how_often_the_data_is_read(
 
 @pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6"), (0, "6")])
 def test_uneven_global_batch_names_the_nearest(global_batch_size: int, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"nearest that can: {nearest};"):
-        microbatches(global_batch_size, local_batch_size=2, dp_world_size=3)
-    assert microbatches(18, 2, 3) == 3
+    training = TrainingConfig(global_batch_size=global_batch_size, local_batch_size=2)
+    with pytest.raises(ValueError, match=f"size to 0, .* or the global batch to {nearest}$"):
+        split_batch(training, 3)
+    assert split_batch(dataclasses.replace(training, global_batch_size=18), 3) == (2, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("total", "seq_len", "world_size", "expected"),
+    [
+        (16, 256, 1, (16, 1, 0)),
+        (16, 256, 2, (8, 1, 0)),
+        (16, 256, 3, (6, 1, 2)),
+        (16, 256, 5, (4, 1, 4)),
+        (16, 256, 32, (1, 1, 16)),
+        (48, 1024, 2, (8, 3, 0)),
+        (17, 4096, 4, (2, 3, 7)),
+        (5, 100_000, 2, (1, 3, 1)),  # one sequence is over the limit
+    ],
+)
+def test_automatic_batch_size(
+    total: int, seq_len: int, world_size: int, expected: tuple[int, int, int]
+) -> None:
+    training = TrainingConfig(global_batch_size=total, seq_len=seq_len, local_batch_size=0)
+    assert split_batch(training, world_size) == expected
 
 
 def test_stream_fingerprint_follows_what_orders_the_data(
@@ -331,19 +401,21 @@ def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("local_batch_size", [1, 2])
+@pytest.mark.parametrize("local_batch_size", [None, 1, 2])
 @pytest.mark.parametrize("steps", [1, -1])
 def test_validation_reads_the_same_windows_at_any_world_size(
     folder: Path,
     tokenizer: Tokenizer,
     lower: DataSource,
     world_size: int,
-    local_batch_size: int,
+    local_batch_size: int | None,
     steps: int,
 ) -> None:
-    def loaders(world_size: int, local_batch_size: int) -> list:
+    def loaders(world_size: int, local_batch_size: int | None) -> list:
         validation = ValidationConfig(enable=True, steps=steps, local_batch_size=local_batch_size)
-        config = data_config(folder, lower, global_batch_size=7, validation=validation)
+        config = data_config(
+            folder, lower, global_batch_size=7, local_batch_size=0, validation=validation
+        )
         return [
             validation_batches(config, tokenizer, rank, world_size) for rank in range(world_size)
         ]
@@ -401,3 +473,62 @@ def test_validation_without_held_out_data(
     config = data_config(folder, lower, DataSource("shards", (str(tmp_path),)))
     assert validation_batches(config, tokenizer, 0, 1).num_windows
     assert "nothing is held out of data.sources[1]" in caplog.text
+
+
+# --- many shards -----------------------------------------------------------------------------------------------------
+
+
+def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: Queue) -> None:
+    """In a process of its own: an epoch's windows, without and with a loader worker."""
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+        tokenizer = byte_tokenizer(folder)
+        for num_workers in (0, 1):
+            loader = iter(training_batches(with_workers(config, num_workers), tokenizer, 0, 1))
+            queue.put(sorted(rows(next(loader) for _ in range(steps))))
+    except BaseException:
+        queue.put(traceback.format_exc())
+
+
+def test_more_shards_than_file_handles(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """600 prepared folders under `ulimit -n 256`: every window is read, with and without a worker."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds, for 600 files
+    documents = [[number % 256, number // 256] * 8 for number in range(600)]
+    for number, document in enumerate(documents):
+        part = tmp_path / f"part-{number:03d}"
+        part.mkdir()
+        writer = ShardWriter(
+            part, "train", tokenizer.fingerprint, dtype_for(tokenizer.n_words), 100
+        )
+        writer.append(np.array(document), 1)
+        writer.close()
+    source = DataSource("shards", (str(tmp_path),))
+    config = data_config(folder, source, global_batch_size=1, seq_len=16)
+    stream = list(itertools.chain(*documents))
+    windows = [tuple(stream[start : start + 17]) for start in range(0, len(stream) - 16, 16)]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    arguments = (config, folder, len(windows), queue)
+    process = context.Process(target=_read_with_few_descriptors, args=arguments)
+    process.start()
+    try:
+        for _ in range(2):
+            assert queue.get(timeout=60) == sorted(windows)
+        process.join(10)
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_closed_streams_leave_no_memory_map(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", tokenizer.fingerprint, dtype_for(258), 100)
+    writer.append(np.arange(50), 1)
+    writer.close()
+    path = tmp_path / "train-00000.bin"
+    stream = TokenStream([path], tokenizer.fingerprint)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert stream.read(3, 2).tolist() == [3, 4]
+    del stream
+    assert str(path) not in Path("/proc/self/maps").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import importlib.util
 import json
@@ -19,7 +20,7 @@ import pytest
 from matrixtitan.data import prepare, sources
 from matrixtitan.data.prepare import TextSource, cached_shards, tokenize
 from matrixtitan.data.shards import HEADER_BYTES, ShardWriter, TokenStream, dtype_for, read_header
-from matrixtitan.data.sources import find_files
+from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
 from tests.lib.corpus import byte_tokenizer, texts, write_jsonl
 
@@ -183,7 +184,7 @@ BAD_LINES = [
     (b'{"body": "x"}\n', r"line 2: no field 'text' \(it has body\)"),
     (b'["x"]\n', r"line 2: no field 'text' \(it is a list\)"),
     (b'{"text": 3}\n', r"line 2: field 'text' is not a text"),
-    (b'{"text": ""}\n', r"line 2: field 'text' is not a text or is empty"),
+    (b'{"text": null}\n', r"line 2: field 'text' is not a text \(it is a NoneType\)"),
     (b'{"text": "\xff"}\n', r"line 2: not UTF-8"),
     (b"[" * 100_000 + b"\n", r"line 2: not valid JSON"),
 ]
@@ -221,7 +222,6 @@ def test_bad_line_is_counted_and_logged_where_skipped(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("b.txt", b"", "b.txt: the file is empty"),
         ("b.txt", b"fine\nbad \xe9\n", "b.txt line 2: not UTF-8"),
         ("b.txt.gz", gzip.compress(b"word " * 10_000)[:-20], "b.txt.gz: cannot be read"),
         ("b.txt.gz", b"plain", "b.txt.gz: cannot be read"),
@@ -277,11 +277,167 @@ def test_a_long_file_with_a_bad_piece_stays_one_document(
     assert tokens_of(half, "validation", tokenizer) == packed(["next"])
 
 
-@pytest.mark.parametrize("content", ["", "\n \n\n"])
-def test_empty_jsonl_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=r"a\.jsonl: the file is empty"):
-        make(jsonl(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out")
+EMPTY_FILES = {
+    "a.jsonl": b"",
+    "b.jsonl": b"\n \n\n",
+    "c.jsonl": b"\xef\xbb\xbf\n",
+    "d.jsonl.gz": gzip.compress(b""),
+    "e.jsonl": b'{"text": ""}\n\n{"text": ""}\n',
+}
+
+
+def test_empty_texts_beside_good_ones_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not an error, no document of two marks; a text of white space is one."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, content in EMPTY_FILES.items():
+        (corpus / name).write_bytes(content)
+    write_jsonl(corpus / "f.jsonl", ["", "one", " ", "", "two"])
+    with caplog.at_level(logging.INFO, "matrixtitan"):
+        shards = cached(corpus, tokenizer, tmp_path / "cache", validation_fraction=0.0)
+    stream = TokenStream(shards, tokenizer.fingerprint)
+    assert stream.read(0, len(stream)).tolist() == packed(["one", " ", "two"])
+    counts = json.loads((shards[0].parent / "counts.json").read_text())
+    assert (counts["documents"], counts["skipped"], counts["empty"]) == ([3, 0], 0, 8)
+    told = "6 files, 3 documents, 13 tokens, 0 of them held out, 8 empty texts left out"
+    assert caplog.text.count(told) == 1
+
+
+def test_an_empty_text_file_beside_good_ones_is_left_out_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between files that are read in pieces, and where marks are shared."""
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(prepare, "_TASK_BYTES", 15)  # documents go over from one task to the next
+    tokenizer.eos_id = tokenizer.bos_id
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    long = ["line of one\n" * 5, "line of two\n" * 5]
+    for name, text in {"a": "", "b": long[0], "c": "", "d": "\ufeff", "e": long[1]}.items():
+        (corpus / f"{name}.txt").write_text(text)
+    counts = make(TextSource("text", [str(corpus)]), tokenizer, tmp_path / "out")
+    tokens = tokens_of(tmp_path / "out", "train", tokenizer)
+    assert tokens == [BOS, *long[0].encode(), BOS, *long[1].encode()]
+    assert (counts.documents, counts.skipped, counts.empty) == ((2, 0), 0, 3)
+
+
+def test_empty_texts_take_no_share_of_the_held_out_documents(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Where every second row is empty, every fifth of the others is held out all the same."""
+    documents = texts(50)
+    rows = [row for text in documents for row in (text, "")]
+    source = jsonl(write_jsonl(tmp_path / "a.jsonl", rows))
+    counts = make(source, tokenizer, tmp_path / "out", validation_fraction=0.2)
+    assert counts.documents == (40, 10)
+    assert tokens_of(tmp_path / "out", "validation", tokenizer) == packed(documents[4::5])
+
+
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+@pytest.mark.parametrize("name", EMPTY_FILES)
+def test_a_source_of_empty_texts_alone_says_so(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, on_bad_record: str
+) -> None:
+    (tmp_path / name).write_bytes(EMPTY_FILES[name])
+    count = 2 if name == "e.jsonl" else 1
+    message = (
+        rf"data\.sources\[0\]: no text to learn from in 1 files .*{name}.* {count} empty texts"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(jsonl(tmp_path / name), tokenizer, tmp_path / "out", on_bad_record=on_bad_record)
+    with pytest.raises(ValueError, match=message):
+        list(read_texts("jsonl", [tmp_path / name], key="data.sources[0]"))
+
+
+def test_a_source_of_bad_records_alone_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{\n[]\n")
+    with pytest.raises(
+        ValueError, match=r"no text to learn from .* 2 bad records, which were skipped"
+    ):
+        make(jsonl(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out", on_bad_record="skip")
+
+
+# --- which files a path means ----------------------------------------------------------------------------------------
+
+
+def linked_corpus(folder: Path) -> Path:
+    """Two parts, one of them behind a link; a second link to it, a link to a file, and loops."""
+    corpus = folder / "c"
+    for part in (corpus / "part1", folder / "real" / "below"):
+        part.mkdir(parents=True)
+        write_jsonl(part / "a.jsonl", texts(3))
+    (corpus / "part2").symlink_to("../real")
+    (corpus / "part3").symlink_to("part2")
+    (corpus / "again.jsonl").symlink_to("part1/a.jsonl")
+    (corpus / "part1" / "loop").symlink_to("..")
+    (folder / "real" / "loop").symlink_to(".")
+    return corpus
+
+
+@pytest.mark.parametrize(
+    "path", ["c", "c/**/*.jsonl", "c/**", "c/part2/../**/a*.jsonl", ["c/part1", "c/part[23]/**/*"]]
+)
+def test_a_folder_behind_a_symbolic_link_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
+) -> None:
+    """As a folder and as a glob; each file once; loops end."""
+    linked_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c" / ".hidden").symlink_to("nowhere")
+    files = find_files("jsonl", path)
+    assert sorted(os.path.realpath(file) for file in files) == [
+        str(tmp_path / "c" / "part1" / "a.jsonl"),
+        str(tmp_path / "real" / "below" / "a.jsonl"),
+    ]
+
+
+def test_a_folder_and_a_glob_give_the_same_files_in_the_same_order(tmp_path: Path) -> None:
+    corpus = linked_corpus(tmp_path)
+    files = find_files("jsonl", str(corpus))
+    assert files == find_files("jsonl", str(corpus / "**" / "*.jsonl"))
+    assert files == [corpus / "again.jsonl", corpus / "part2" / "below" / "a.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["c", "c/**/*.jsonl", "c/*/x.jsonl", "c/part*", "c/part4"])
+def test_a_dangling_link_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    corpus = linked_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (corpus / "part4").symlink_to("../gone")
+    with pytest.raises(ValueError, match=r"--path: .*/part4 is a symbolic link to '\.\./gone'"):
+        find_files("jsonl", path, "--path")
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = linked_corpus(tmp_path)
+    scandir = os.scandir
+
+    def refusing(folder: Path) -> object:
+        if folder.name == "part1":  # as the system does; a test that runs as root is let in
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for path in (corpus, corpus / "*" / "a.*"):
+        with pytest.raises(ValueError, match=r"data\.sources: .*Permission denied: '.*part1'"):
+            find_files("jsonl", str(path))
+
+
+def test_the_library_is_read_behind_links_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lib/test", "real"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "module.py").write_text("pass")
+    (tmp_path / "lib" / "json").symlink_to("../real")
+    (tmp_path / "lib" / "libpython.so").symlink_to("gone")  # no source
+    monkeypatch.setattr(sources, "stdlib_folder", lambda: tmp_path / "lib")
+    assert find_files("python_stdlib", ()) == [tmp_path / "lib" / "json" / "module.py"]
 
 
 def test_no_file_names_the_key(tmp_path: Path) -> None:
@@ -429,7 +585,7 @@ def test_others_wait_for_the_builder_and_survive_its_death(
 def test_cache_folder_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts(20))
     (tmp_path / "file").touch()
-    with pytest.raises(RuntimeError, match=r"data\.cache_dir: cannot write in .*file"):
+    with pytest.raises(ValueError, match=r"data\.cache_dir: cannot write in .*file"):
         cached(path, tokenizer, tmp_path / "file")
 
 
@@ -463,15 +619,16 @@ def test_prepare_data_tool(
     documents = texts(30)
     corpus = write_jsonl(tmp_path / "a.jsonl", documents, field="body")
     argv = ["--type", "jsonl", "--path", str(corpus), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match="no field 'text'"):
+    with pytest.raises(SystemExit, match="--tokenizer-pattern"):  # a rank file without a mark
         tool.main([*argv, "--tokenizer", tokenizer.path])
+    own = ["--tokenizer", tokenizer.path, "--tokenizer-pattern", "llama3"]
+    with pytest.raises(SystemExit, match="no field 'text'"):
+        tool.main([*argv, *own])
     for wrong in (["--threads", "0"], ["--shard-tokens", "-1"], ["--output", "/dev/null/out"]):
         with pytest.raises(SystemExit, match=wrong[0] if wrong[0] != "--output" else "/dev/null"):
-            tool.main([*argv, "--tokenizer", tokenizer.path, *wrong])
+            tool.main([*argv, *own, *wrong])
     assert not list(tmp_path.glob("out*"))
-    tool.main(
-        [*argv, "--tokenizer", tokenizer.path, "--field", "body", "--validation-fraction", "0"]
-    )
+    tool.main([*argv, *own, "--field", "body", "--validation-fraction", "0"])
     assert tokens_of(tmp_path / "out", "train", tokenizer) == packed(documents)
     assert "30 documents" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "counts.json").read_text())["documents"] == [30, 0]
@@ -479,5 +636,5 @@ def test_prepare_data_tool(
         tool.main(argv)
     (tmp_path / "other.writing").mkdir()  # a call under way, or one that was killed
     with pytest.raises(SystemExit, match=r"other\.writing exists already"):
-        tool.main([*argv, "--tokenizer", tokenizer.path, "--output", str(tmp_path / "other")])
+        tool.main([*argv, *own, "--output", str(tmp_path / "other")])
     assert (tmp_path / "other.writing").exists()

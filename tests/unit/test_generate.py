@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from matrixtitan.checkpoint import CorruptCheckpointError
-from matrixtitan.data.tokenizer import load_tokenizer
+from matrixtitan.data.tokenizer import load_tokenizer, write_ranks
 from models.llama import LLAMA3_FLAVORS, Llama, LlamaFlavor
 from tools.convert_checkpoint import LlamaModel, Weights, open_weights, write_matrixtitan
 from tools.generate import generate, load_model, main
@@ -132,6 +133,30 @@ def test_text_from_a_checkpoint_is_the_greedy_one(
     assert capsys.readouterr().out == f"{expected}\n"
     main(["--checkpoint", str(checkpoint), "--step", "0", *arguments])
     assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_checkpoint_s_tokenizer_pattern_is_the_one_that_prompts_are_split_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ranks(tmp_path / "ranks", [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
+    model, net = net_of(FLAVOR, vocab_size=260, max_seq_len=32)
+    model = replace(model, tokenizer_path=str(tmp_path / "ranks"), tokenizer_pattern="qwen2")
+    values = {fqn: param.detach() for fqn, param in net.named_parameters()}
+    weights = Weights(model, dict.fromkeys(values, torch.float32), values.__getitem__)
+    write_matrixtitan(weights, tmp_path / "run")
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--prompt", "123"]
+    arguments += ["--max-new-tokens", "8", "--temperature", "0"]
+    texts = {}
+    for pattern, prompt in (("qwen2", [258, 49, 50, 51]), ("llama3", [258, 257])):
+        new = argmax_loop(net, prompt, 8)
+        texts[pattern] = load_tokenizer(str(tmp_path / "ranks"), pattern).decode(prompt[1:] + new)
+    assert texts["qwen2"] != texts["llama3"]
+    main(arguments)
+    assert capsys.readouterr().out == f"{texts['qwen2']}\n"
+    main([*arguments, "--tokenizer-pattern", "llama3"])
+    assert capsys.readouterr().out == f"{texts['llama3']}\n"
+    with pytest.raises(SystemExit, match="nothing says how it splits text"):
+        main([*arguments, "--tokenizer", str(tmp_path / "ranks")])
 
 
 def test_weights_are_those_of_the_checkpoint(checkpoint: Path) -> None:

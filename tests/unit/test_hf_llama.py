@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -102,23 +103,109 @@ def test_config_round_trip(name: str) -> None:
     assert from_hf_config(transformers.LlamaConfig.from_dict(written).to_dict()) == flavor
 
 
+def hf_config(**keys: object) -> dict[str, Any]:
+    """What we write of a model with scaled rotations, with `keys` changed."""
+    return {
+        **to_hf_config(CASES[0], vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=False),
+        **keys,
+    }
+
+
+LLAMA3_ROPE = hf_config()["rope_scaling"]
+OTHER_MODELS = [
+    ("model_type", "mistral"),
+    ("architectures", ["LlamaForSequenceClassification"]),
+    ("hidden_act", "gelu"),
+    ("attention_bias", True),
+    ("mlp_bias", True),
+    ("head_dim", 128),
+    ("partial_rotary_factor", 0.5),
+    ("sliding_window", 4096),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+    ("auto_map", {"AutoModelForCausalLM": "modeling.Own"}),
+    ("pruned_heads", {"0": [1]}),
+    ("per_layer_config", {"0": {"hidden_act": "gelu"}}),
+    ("add_cross_attention", True),
+    ("original_max_position_embeddings", 8192),  # transformers puts it above the table's
+    ("embedding_multiplier", 12.0),
+    ("a_key_of_tomorrow", False),
+    ("tie_word_embeddings", "yes"),
+    ("hidden_size", "48"),
+    ("num_hidden_layers", 2.5),
+    ("num_attention_heads", True),
+    ("num_key_value_heads", 0),
+    ("max_position_embeddings", -1),
+    ("rms_norm_eps", "1e-5"),
+    ("rope_theta", "10000"),
+    ("rope_scaling", [8.0]),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), OTHER_MODELS)
+def test_a_config_that_says_something_else_is_refused_by_key_and_value(
+    key: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"config.json: {key} is {value!r}")):
+        from_hf_config(hf_config(**{key: value}))
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("keys", "message"),
     [
-        ("model_type", "mistral"),
-        ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("mlp_bias", True),
-        ("head_dim", 128),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.rope_type is 'yarn'",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type is 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "llama3"}},
+            "'llama3', but rope_scaling.",
+        ),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.factor is 4.0, a key that is not known"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": None}}, "rope_scaling lacks factor"),
+        ({"rope_scaling": LLAMA3_ROPE | {"factor": "8"}}, "rope_scaling.factor is '8'; it must be"),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+            "must be above low_freq_factor",
+        ),
+        ({"rope_scaling": LLAMA3_ROPE | {"mscale": 0.7}}, "rope_scaling.mscale is 0.7"),
+        (
+            {"rope_parameters": LLAMA3_ROPE | {"partial_rotary_factor": 0.5}, "rope_scaling": None},
+            "rope_parameters.partial_rotary_factor is 0.5; only 1.0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default"}},
+            "but rope_scaling is {'rope_type': 'llama3'",
+        ),
+        (
+            {"rope_scaling": {"rope_theta": 5.0}, "rope_theta": 7.0},
+            "rope_theta is 7.0, but rope_scaling.rope_theta is 5.0",
+        ),
     ],
 )
-def test_config_of_another_model_is_refused(key: str, value: object) -> None:
-    config = to_hf_config(CASES[0], vocab_size=VOCAB, max_seq_len=SEQ_LEN, tie_embeddings=False) | {
-        key: value
-    }
-    with pytest.raises(ValueError, match="rope_type" if key == "rope_scaling" else key):
-        from_hf_config(config)
+def test_other_rotations_are_refused_by_key_and_value(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_hf_config(hf_config(**keys))
+
+
+def test_keys_that_change_no_value_are_taken() -> None:
+    """All that transformers writes of a Llama, by default and set, and what older versions wrote."""
+    written = transformers.LlamaConfig.from_dict(hf_config()).to_dict()
+    old = {"_name_or_path": "x", "transformers_version": "4.31.0", "torch_dtype": "float16"}
+    old |= {"use_cache": False, "pretraining_tp": 2, "initializer_range": 0.1, "pad_token_id": 0}
+    old |= {"attention_dropout": 0.1, "temperature": 0.6, "pruned_heads": {}, "hidden_act": "swish"}
+    old |= {"sliding_window": None, "quantization_config": None, "id2label": {"0": "A"}}
+    for config in (written, hf_config(**old), written | {"num_labels": 3, "is_decoder": True}):
+        assert from_hf_config(config) == CASES[0]
+    required = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    plain = {key: hf_config()[key] for key in ("model_type", "vocab_size", *required)}
+    theirs = transformers.LlamaConfig(**plain)
+    ours = from_hf_config(plain)
+    assert (ours.norm_eps, ours.rope_theta) == (theirs.rms_norm_eps, 10_000.0)
+    assert (ours.rope_scaling, ours.tie_embeddings) == (None, theirs.tie_word_embeddings)
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    nulls = {key: None for key in hf_config() if key not in plain}
+    assert from_hf_config(plain | nulls) == ours
 
 
 def test_unknown_names_are_refused() -> None:

@@ -17,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE_PYTHON = """#!/usr/bin/env bash
 here="$(dirname "${BASH_SOURCE[0]}")"
 case "$1 ${2:-}" in
+  "-c "*device_count*) echo "${FAKE_GPUS:-0}" ;;
   "-c "*) [[ "$2" != *find_spec* ]] && [ -z "${FAKE_OLD:-}" ] || exit 1 ;;
   "-m venv")
     shift 2
     [ "$1" != --clear ] || { rm -rf .venv; echo cleared >>"$FAKE_LOG"; shift; }
     mkdir -p "$1/bin"; cp "${BASH_SOURCE[0]}" "$1/bin/python" ;;
   "-m pip") touch .venv/half; echo "pip ${!#}" >>"$FAKE_LOG"; sleep "${FAKE_SLEEP:-0}"; rm .venv/half ;;
-  "-m torch.distributed.run") shift 2; printf '%s\\n' "OMP=${OMP_NUM_THREADS:-}" "$@" ;;
-  *train.py*) [ "${FAKE_CONFIG_ERROR:-0}" = 0 ] || { echo "config error" >&2; exit 2; }; echo "train.py ${*:2}" ;;
+  *launch.py*) shift; printf '%s\\n' "OMP=${OMP_NUM_THREADS:-}" "$@" ;;
+  *train.py*) echo "train.py ${*:2}" ;;
   *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
@@ -166,13 +167,6 @@ def test_a_wrong_interpreter_is_named(launch: Launch) -> None:
     assert "/no/such/python" in result.stderr
 
 
-def test_a_config_mistake_stops_before_torchrun(launch: Launch) -> None:
-    result = launch.run("--training.step", "3", FAKE_CONFIG_ERROR="1")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "config error" in result.stderr
-
-
 @pytest.mark.parametrize("option", ["--help", "-h", "--print-config"])
 def test_questions_need_no_torchrun(launch: Launch, option: str) -> None:
     assert (
@@ -231,6 +225,13 @@ def test_slurm_names_the_first_machine(launch: Launch) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
         ({"NNODES": "two"}, "NNODES"),
         ({"NPROC": "0"}, "NPROC"),
+        ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS"),
+        ({"NNODES": "2", "MASTER_ADDR": "host-a", "NODE_RANK": "2"}, "from 0 to 1"),
+        ({"NNODES": "2", "MASTER_ADDR": "host-a", "NODE_RANK": "b"}, "NODE_RANK is 'b'"),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "0", "MASTER_PORT": "70000"},
+            "MASTER_PORT is '70000'",
+        ),
         ({"SLURM_LOCALID": "1"}, "--ntasks-per-node=1"),
     ],
 )
@@ -240,6 +241,14 @@ def test_what_is_missing_or_wrong_is_named(
     result = launch.run(**environment)
     assert result.returncode == 2
     assert named in result.stderr
+
+
+def test_more_processes_than_gpus(launch: Launch) -> None:
+    launch.put_on_path("nvidia-smi", "#!/bin/sh\n")
+    result = launch.run(NPROC="3", FAKE_GPUS="2")
+    assert result.returncode == 2
+    assert "NPROC is 3, but this machine has 2 GPUs" in result.stderr
+    assert launch.run(NPROC="2", FAKE_GPUS="2").returncode == 0
 
 
 def test_lock_files_are_exact_and_the_one_with_the_tools_includes_the_other() -> None:

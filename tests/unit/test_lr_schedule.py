@@ -49,6 +49,12 @@ def test_beyond_the_last_step_the_minimum_stays() -> None:
     assert lr_factor(config, 10, 11) == lr_factor(config, 10, 1000) == 0.25
 
 
+def test_beyond_the_last_step_a_rate_that_never_decayed_stays() -> None:
+    for options in ({"warmup_steps": 2, "decay_ratio": 0.0}, {"warmup_steps": 10}):
+        config = LRSchedulerConfig(**options)
+        assert [lr_factor(config, 10, step) for step in (10, 11, 1000)] == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("total", "options", "expected"),
     [
@@ -80,16 +86,14 @@ def test_total_steps_of_the_config_wins_over_the_trainings() -> None:
 @pytest.mark.parametrize(
     ("options", "total", "message"),
     [
-        ({}, None, "total_steps is None"),
-        ({"warmup_steps": 11}, 10, "warmup_steps is 11.*total_steps, 10"),
+        ({}, 0, "total_steps is 0"),
+        ({"warmup_steps": 11}, 10, "warmup_steps 11 exceeds the 10 steps"),
         ({"warmup_steps": 6, "decay_ratio": 0.5}, 10, "overlap"),
         ({"warmup_steps": 0, "decay_ratio": 1.5}, 10, "decay_ratio is 1.5"),
         ({"warmup_steps": 0, "min_lr_factor": -0.1}, 10, "min_lr_factor is -0.1"),
-        ({"warmup_steps": 0, "decay_type": "steps"}, 10, "linear, sqrt or cosine"),
+        ({"warmup_steps": 0, "decay_type": "steps"}, 10, "'linear', 'sqrt', 'cosine'"),
     ],
 )
-def test_schedules_that_do_not_fit(
-    options: dict[str, Any], total: int | None, message: str
-) -> None:
+def test_schedules_that_do_not_fit(options: dict[str, Any], total: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LRSchedule(LRSchedulerConfig(**options), Optimizers([]), total)

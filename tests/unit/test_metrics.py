@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from pathlib import Path
 
@@ -11,16 +10,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from matrixtitan.config import MetricsConfig
+from matrixtitan.curves import read_curves
 from matrixtitan.metrics import (
     PEAK_FLOPS,
     Metrics,
     OverRanks,
     PhaseTimer,
-    ProgressBar,
     StepReport,
     memory_figures,
     peak_flops,
 )
+from tests.unit.test_progress import Terminal
 
 CPU = torch.device("cpu")
 
@@ -139,31 +139,9 @@ def test_log_line_has_mfu_skips_and_the_allocator() -> None:
     assert "memory 1.50 GiB active, 2.00 GiB reserved, 3 retries" in line
 
 
-def test_progress_bar_redraws_one_line_and_clears_it() -> None:
-    stream = io.StringIO()
-    bar = ProgressBar(4, stream, enabled=True)
-    bar.update(1, "loss 5")
-    bar.update(2)
-    assert "\n" not in stream.getvalue()
-    last = stream.getvalue().split("\r")[-1]
-    assert last.count("#") == ProgressBar.WIDTH // 2
-    assert "2/4" in last
-    bar.clear()
-    assert stream.getvalue().endswith("\r\x1b[K")
-
-
-def test_progress_bar_is_silent_where_there_is_no_terminal(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w+") as stream:
-        bar = ProgressBar(4, stream)
-        bar.update(1)
-        bar.clear()
-        stream.seek(0)
-        assert stream.read() == ""
-
-
-def metrics(folder: Path, start_step: int, rank: int = 0) -> Metrics:
+def metrics(folder: Path, start_step: int, rank: int = 0, **config: bool) -> Metrics:
     return Metrics(
-        MetricsConfig(),
+        MetricsConfig(**config),
         folder,
         device=CPU,
         rank=rank,
@@ -189,6 +167,15 @@ def test_a_resumed_run_continues_the_curves_and_drops_what_was_lost(tmp_path: Pa
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("loss/validation")]
     assert found == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert read_curves(tmp_path / "metrics.jsonl") == {"loss/validation": found}
+
+
+def test_curves_are_written_without_tensorboard(tmp_path: Path) -> None:
+    alone = metrics(tmp_path, start_step=0, enable_tensorboard=False)
+    alone.log_validation(1, loss=1.0, tokens=8)
+    assert read_curves(tmp_path / "metrics.jsonl") == {"loss/validation": [(1, 1.0)]}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    alone.close()
 
 
 def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -201,9 +188,25 @@ def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     assert text == "    [training]\n    steps = 3"
 
 
-def test_only_rank_0_writes(tmp_path: Path) -> None:
+def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
     other = metrics(tmp_path, start_step=0, rank=1)
+    other.progress(1)
     other.log_validation(1, loss=1.0, tokens=8)
     other.log_text("config", "text")
     other.close()
     assert list(tmp_path.iterdir()) == []
+    assert terminal.getvalue() == ""
+
+
+def test_the_bar_shows_steps_and_what_was_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    first = metrics(tmp_path, start_step=0)
+    first.progress(5)
+    assert terminal.getvalue().endswith("--] 5/10 ")
+    first.close()
+    assert terminal.getvalue().endswith("\r\x1b[K")

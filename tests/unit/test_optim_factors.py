@@ -60,7 +60,7 @@ def test_shampoo_follows_the_float64_reference(shape: tuple[int, int]) -> None:
     options: dict[str, Any] = {
         "lr": 0.01,
         "betas": (0.9, 0.99),
-        "epsilon": 1e-3,
+        "eps": 1e-3,
         "weight_decay": 0.1,
     }
     param = nn.Parameter(start.clone())
@@ -86,7 +86,7 @@ def test_blocks_of_a_long_side_are_matrices_of_their_own(kind: tuple[Any, ...]) 
     whole = nn.Parameter(torch.zeros(10, 14))
     blocks = [nn.Parameter(torch.zeros(r, c)) for r in (8, 2) for c in (8, 6)]
     options: dict[str, Any] = {
-        "max_preconditioner_dim": 8,
+        "max_precond_dim": 8,
         "graft": kind,
         "precondition_frequency": 2,
     }
@@ -339,8 +339,8 @@ def test_state_stays_float32_beside_bfloat16_parameters(
         (SOAP, {"shampoo_beta": 1.0}, "shampoo_beta"),
         (Shampoo, {"graft": ("lion", 0.9)}, "graft is"),
         (Shampoo, {"graft": ("adam", 1.5, 1e-8)}, "beta2"),
-        (Shampoo, {"max_preconditioner_dim": 0}, "max_preconditioner_dim"),
-        (Shampoo, {"epsilon": -1.0}, "epsilon"),
+        (Shampoo, {"max_precond_dim": 0}, "max_precond_dim"),
+        (Shampoo, {"eps": -1.0}, "eps"),
         (Shampoo, {"precondition_frequency": 2.5}, r"precondition_frequency is 2\.5"),
         (Shampoo, {"max_failures": 0}, "max_failures is 0"),
         (SOAP, {"max_precond_dim": float("inf")}, "max_precond_dim is inf"),

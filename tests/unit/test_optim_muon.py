@@ -174,7 +174,7 @@ def test_state_dict_round_trip_continues_the_trajectory() -> None:
         ({"lr": -1.0}, "lr is -1.0"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"momentum": 1.0}, "momentum"),
-        ({"scale": "none"}, "original, match_rms_adamw, spectral"),
+        ({"scale": "none"}, "'original', 'match_rms_adamw', 'spectral'"),
         ({"ns_steps": 0}, "ns_steps is 0"),
         ({"ns_coefficients": "cubic"}, "quintic"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),

@@ -11,6 +11,7 @@ import pytest
 from matrixtitan.plan.cost import max_over_mean, rank_bytes, rank_flops, unit_shares
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
+from matrixtitan.rules import RULES, AdamWRule
 from tests.lib.shapes import LLAMA_8B, LLAMA_405B, llama_specs
 
 SETTINGS = PlanSettings()
@@ -37,7 +38,7 @@ def test_llama_8b_is_balanced(world_size: int) -> None:
 @pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap", "adamw"])
 @pytest.mark.parametrize("world_size", [2, 3, 8, 32])
 def test_every_optimizer_is_balanced_by_its_own_costs(optimizer: str, world_size: int) -> None:
-    settings = PlanSettings(matrix_optimizer=optimizer)  # type: ignore[arg-type]
+    settings = PlanSettings(rule=RULES[optimizer]())
     resident, flops = _balance(make_plan(llama_specs(**LLAMA_8B), world_size, settings), settings)
     assert resident <= 1.005
     assert flops <= 1.005
@@ -186,7 +187,7 @@ def test_frozen_parameters_weigh_their_own_bytes_alone() -> None:
 def test_swaps_mend_what_longest_first_leaves() -> None:
     """3, 3, 2, 2, 2 on two ranks: longest first gives 7 and 5, the best is 6 and 6."""
     specs = [_matrix(f"m{i}", rows, 1024) for i, rows in enumerate((96, 96, 64, 64, 64))]
-    held = rank_bytes(make_plan(specs, 2, PlanSettings(matrix_optimizer="adamw")), SETTINGS)
+    held = rank_bytes(make_plan(specs, 2, PlanSettings(rule=AdamWRule())), SETTINGS)
     assert len({part.parameters for part in held}) == 1
 
 
@@ -214,12 +215,10 @@ def test_wrong_input_is_named() -> None:
         make_plan([], 0)
     with pytest.raises(ValueError, match="a is given twice"):
         make_plan([_matrix("a", 2, 2), _matrix("a", 2, 2)], 2)
-    with pytest.raises(ValueError, match="matrix_optimizer 'lion' is unknown"):
-        PlanSettings(matrix_optimizer="lion")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"egress_cap 0\.5 is below 1"):
         PlanSettings(egress_cap=0.5)
-    with pytest.raises(ValueError, match="ns_steps"):
-        PlanSettings(ns_steps=0)
+    with pytest.raises(ValueError, match="param_bytes"):
+        PlanSettings(param_bytes=0)
 
 
 def test_the_digest_tells_plans_apart() -> None:

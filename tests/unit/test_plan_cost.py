@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import prod
 
 import pytest
 
 from matrixtitan.plan.cost import (
-    STRATEGIES,
     CostSettings,
-    Direction,
-    Transport,
-    UnitSize,
     block_cost,
-    choose_transport,
     max_over_mean,
     newton_schulz_flops,
-    optimizer_flops,
     rank_bytes,
     rank_flops,
-    state_elements,
-    strategy_bytes,
-    transport_bytes,
-    transport_messages,
-    transport_seconds,
     unit_shares,
-    unit_sizes,
 )
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import MatrixShard, ParamSpec, Plan, Segment
+from matrixtitan.plan.transports import (
+    Direction,
+    choose_transport,
+    transport_bytes,
+    transport_messages,
+    transport_seconds,
+)
+from matrixtitan.predict.strategies import STRATEGIES, UnitSize, strategy_bytes, unit_sizes
+from matrixtitan.rules import RULES, ShampooRule, SOAPRule
 from tests.lib.shapes import LLAMA_8B, llama_specs
 
 MIB = 1 << 20
@@ -50,34 +47,37 @@ def _spec(
     ],
 )
 def test_state_of_one_matrix(optimizer: str, elements: int) -> None:
-    settings = CostSettings(matrix_optimizer=optimizer)  # type: ignore[arg-type]
-    assert sum(state_elements(6, 10, settings).values()) == elements
+    settings = CostSettings(rule=RULES[optimizer]())
     assert block_cost(_spec((6, 10), 6), settings).resident == (240, 240, 4 * elements)
 
 
 def test_a_side_over_the_limit_has_no_factor() -> None:
-    settings = CostSettings(matrix_optimizer="soap", max_precond_dim=8)
-    assert state_elements(6, 10, settings)["factors"] == 36
-    assert optimizer_flops(6, 10, settings) < optimizer_flops(6, 10, CostSettings("soap"))
+    rule = SOAPRule(max_precond_dim=8)
+    factors = [name for name in rule.state((6, 10)) if name.endswith("factor")]
+    assert factors == ["left_factor"]
+    assert rule.state((6, 10))["left_factor"].shape == (6, 6)
+    assert rule.flops(6, 10) < SOAPRule().flops(6, 10)
 
 
 def test_shampoo_cuts_long_sides_into_blocks() -> None:
     """(6, 10) in blocks of 4: rows 4 + 2, columns 4 + 4 + 2, each tile with its own two factors."""
-    settings = CostSettings(matrix_optimizer="shampoo", max_precond_dim=4)
+    rule = ShampooRule(max_precond_dim=4)
     factors = 3 * (4**2 + 2**2) + 2 * (4**2 + 4**2 + 2**2)
-    assert state_elements(6, 10, settings) == {
-        "factors": factors,
-        "roots": factors,
-        "moments": 2 * 60,
-    }
-    assert optimizer_flops(6, 10, settings) < optimizer_flops(6, 10, CostSettings("shampoo"))
+    elements = dict.fromkeys(("factor", "root", "exp_avg", "graft_avg_sq", "step"), 0)
+    for name, spec in rule.state((6, 10)).items():
+        kind = name.partition(".")[0].removeprefix("left_").removeprefix("right_")
+        elements[kind] += prod(spec.shape) if spec.shape else 0
+    assert elements == {
+        "factor": factors, "root": factors, "exp_avg": 60, "graft_avg_sq": 60, "step": 0
+    }  # fmt: skip
+    assert rule.flops(6, 10) < ShampooRule().flops(6, 10)
 
 
 @pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
 def test_factors_are_float32_whatever_is_stored(optimizer: str) -> None:
     stored = {"param_bytes": 2, "grad_bytes": 2, "state_bytes": 2}
-    half = CostSettings(optimizer, **stored)  # type: ignore[arg-type]
-    full = CostSettings(optimizer)  # type: ignore[arg-type]
+    half = CostSettings(rule=RULES[optimizer](), **stored)
+    full = CostSettings(rule=RULES[optimizer]())
     state = block_cost(_spec((6, 10), 6), full).resident.optimizer_state
     assert block_cost(_spec((6, 10), 6), half).resident == (120, 120, state)
 
@@ -96,7 +96,7 @@ def test_blocks_are_matrices_of_their_own() -> None:
     expert = block_cost(_spec((4, 16, 32), 1), settings)
     assert whole.flops == newton_schulz_flops(64, 32)
     assert head.flops == expert.flops == newton_schulz_flops(16, 32)
-    soap = CostSettings(matrix_optimizer="soap")
+    soap = CostSettings(rule=SOAPRule())
     assert block_cost(_spec((4, 16, 32), 1), soap).resident.optimizer_state == 4 * (
         2 * (16**2 + 32**2) + 2 * 16 * 32
     )
@@ -117,9 +117,8 @@ def test_newton_schulz_flops() -> None:
 
 def test_shampoo_and_soap_pay_cubes_per_refresh() -> None:
     for optimizer in ("shampoo", "soap"):
-        settings = CostSettings(optimizer, precondition_frequency=1)  # type: ignore[arg-type]
-        often = optimizer_flops(64, 64, settings)
-        seldom = optimizer_flops(64, 64, replace(settings, precondition_frequency=100))
+        often = RULES[optimizer](precondition_frequency=1).flops(64, 64)
+        seldom = RULES[optimizer](precondition_frequency=100).flops(64, 64)
         assert often > 1.5 * seldom
 
 
@@ -162,7 +161,7 @@ def test_transport_times_of_the_measured_links() -> None:
             for direction, seconds in zip(("unshard", "reduce"), of_unit, strict=True):
                 if seconds is not None:
                     predicted = transport_seconds(
-                        transport,  # type: ignore[arg-type]
+                        transport,
                         shares,
                         100e6 / 8,
                         backend="gloo",
@@ -251,7 +250,7 @@ def test_unit_sizes() -> None:
 
 @pytest.mark.parametrize("direction", ["unshard", "reduce"])
 @pytest.mark.parametrize("transport", ["ring", "grouped", "star"])
-def test_a_last_host_may_have_fewer_ranks(transport: Transport, direction: Direction) -> None:
+def test_a_last_host_may_have_fewer_ranks(transport: str, direction: Direction) -> None:
     shares = [4, 4, 1]
     within = transport_bytes(transport, shares, 8, direction=direction)
     assert within.link == 0

@@ -10,6 +10,7 @@ import torch
 from matrixtitan.optim import SOAP, Muon, Shampoo
 from matrixtitan.plan.cost import CostSettings, block_cost
 from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.rules import MuonRule, Rule, ShampooRule, SOAPRule
 
 SHAPES = [(6, 10), (24, 8), (16, 16), (3, 8, 12)]
 
@@ -26,31 +27,29 @@ def _allocated(optimizer: Any) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("build", "settings"),
+    ("build", "rule"),
     [
-        (lambda p: Muon([p]), {"matrix_optimizer": "muon"}),
-        (lambda p: SOAP([p]), {"matrix_optimizer": "soap", "max_precond_dim": 10000}),
+        (lambda p: Muon([p]), MuonRule()),
+        (lambda p: SOAP([p]), SOAPRule()),
         (
             lambda p: SOAP([p], max_precond_dim=9),
-            {"matrix_optimizer": "soap", "max_precond_dim": 9},
+            SOAPRule(max_precond_dim=9),
         ),
-        (lambda p: Shampoo([p]), {"matrix_optimizer": "shampoo", "max_precond_dim": 1024}),
+        (lambda p: Shampoo([p]), ShampooRule()),
         (
-            lambda p: Shampoo([p], max_preconditioner_dim=5, graft=None),
-            {"matrix_optimizer": "shampoo", "max_precond_dim": 5, "shampoo_moments": 1},
+            lambda p: Shampoo([p], max_precond_dim=5, graft=None),
+            ShampooRule(max_precond_dim=5, graft="none"),
         ),
     ],
     ids=["muon", "soap", "soap_onesided", "shampoo", "shampoo_blocks"],
 )
-def test_state_bytes(
-    build: Any, settings: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_state_bytes(build: Any, rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     optimizer = build(param)
     optimizer.allocate_state()
     rows = shape[0]
     spec = ParamSpec("p", shape, "matrix", "u", rows if len(shape) == 2 else 1)
-    stored = CostSettings(param_bytes=dtype.itemsize, state_bytes=dtype.itemsize, **settings)
+    stored = CostSettings(param_bytes=dtype.itemsize, state_bytes=dtype.itemsize, rule=rule)
     blocks = rows // spec.block_rows
     state = blocks * block_cost(spec, stored).resident.optimizer_state
     assert state == _allocated(optimizer)

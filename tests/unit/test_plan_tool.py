@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from matrixtitan.data.tokenizer import write_ranks
 from tools.plan import main
 
 CONFIG = """
@@ -159,6 +160,18 @@ def test_embedded_tokenizer_gives_its_own_vocabulary(
     figures = _report(capsys, *argv, "--model.tokenizer_path", "")
     assert figures["model"]["vocab_size"] == 4096
     assert _report(capsys, *argv, "--vocab-size", "1000")["model"]["vocab_size"] == 1000
+
+
+def test_a_rank_file_of_an_unknown_family_needs_its_pattern(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ranks(tmp_path / "ranks", [bytes([byte]) for byte in range(256)])
+    argv = ["--config", config, "--world-size", "2", "--model.flavor", "debug"]
+    argv += ["--model.tokenizer_path", str(tmp_path / "ranks")]
+    assert main(argv) == 2
+    assert "--model.tokenizer_pattern" in capsys.readouterr().err
+    figures = _report(capsys, *argv, "--model.tokenizer_pattern", "gpt2")
+    assert figures["model"]["vocab_size"] == 258
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
+from matrixtitan.curves import CurveWriter
 from tools.sweep import (
     Result,
     by_settings,
@@ -57,6 +61,15 @@ def test_a_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(RESULTS, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_without_matplotlib_the_plot_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot(RESULTS, tmp_path / "curves.png")
+    assert "curves.png is left out: matplotlib is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sweeps_that_share_other_settings_do_not_mix(tmp_path: Path) -> None:
@@ -125,6 +138,26 @@ def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir(parents=True)
         assert folder.parent == tmp_path / "runs"
+
+
+def test_a_runs_figures_are_those_of_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last attempt in its folder; the first step's time, which loads libraries, does not count."""
+
+    def train(command: list[str], **_: Any) -> CompletedProcess[str]:
+        folder = Path(command[command.index("--job.dump_folder") + 1])
+        for loss in (9.0, 4.0):
+            writer = CurveWriter(folder / "metrics.jsonl", 0)
+            for step in (1, 2, 3):
+                writer.write(step, {"time/optimizer_ms": 30.0 / step})
+            writer.write(3, {"loss/validation": loss})
+            writer.close()
+        return CompletedProcess(command, 0)
+
+    monkeypatch.setattr("tools.sweep.subprocess.run", train)
+    found = run({"config": "debug"}, [], 1, tmp_path / "run")
+    assert (found.validation, found.optimizer_ms) == ([(3, 4.0)], 12.5)
 
 
 def test_a_failed_run_keeps_its_log_and_paths_are_the_callers(

@@ -5,17 +5,23 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import logging
 import pathlib
 import sys
 import types
+import typing
 
 import pytest
+import tiktoken.load
 
+from matrixtitan.config import ModelConfig
 from matrixtitan.data.tokenizer import (
     EMBEDDED_PATH,
+    PATTERNS,
     Tokenizer,
     check_vocab,
     load_tokenizer,
+    mark_file,
     read_ranks,
     write_ranks,
 )
@@ -94,7 +100,12 @@ def test_fingerprint_follows_ranks(embedded: Tokenizer, tmp_path: pathlib.Path) 
     tokens = list(read_ranks(EMBEDDED_PATH))
     tokens[-1], tokens[-2] = tokens[-2], tokens[-1]
     write_ranks(tmp_path / "other", tokens)
-    assert load_tokenizer(str(tmp_path / "other")).fingerprint != embedded.fingerprint
+    assert load_tokenizer(str(tmp_path / "other"), "llama3").fingerprint != embedded.fingerprint
+
+
+def test_the_embedded_tokenizer_s_fingerprint_stays(embedded: Tokenizer) -> None:
+    """Cached tokens and checkpoints name it."""
+    assert embedded.fingerprint.startswith("17d029dc8dc6d3242ffef35376a82700")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +132,94 @@ def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
     assert special["<|end_header_id|>"] == 128_007
     assert special["<|eot_id|>"] == 128_009
     assert special["<|reserved_special_token_250|>"] == 128_255
+
+
+# --- which pattern ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_file_of_an_unknown_family_is_refused(tmp_path: pathlib.Path) -> None:
+    """Qwen's has 151,643 tokens; Llama 3's pattern would give other tokens than Qwen's."""
+    write_llama_like(tmp_path / "qwen.tiktoken", 151_643)
+    with pytest.raises(ValueError, match="nothing says how it splits text") as error:
+        load_tokenizer(str(tmp_path / "qwen.tiktoken"))
+    for part in ("151643 tokens", "qwen.tiktoken.meta.json", "--model.tokenizer_pattern", "qwen2"):
+        assert part in str(error.value)
+    named = load_tokenizer(str(tmp_path / "qwen.tiktoken"), "qwen2")
+    assert (named.bos_id, named.eos_id, named.n_words) == (151_643, 151_644, 151_645)
+
+
+def test_a_file_of_an_older_train_tokenizer_keeps_its_fingerprint(
+    embedded: Tokenizer, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "old").write_bytes(EMBEDDED_PATH.read_bytes())
+    with pytest.raises(ValueError, match=r"older tools/train_tokenizer.py it is llama3"):
+        load_tokenizer(str(tmp_path / "old"))
+    assert load_tokenizer(str(tmp_path / "old"), "llama3").fingerprint == embedded.fingerprint
+
+
+def test_a_named_pattern_splits_text_by_its_own_rule(tmp_path: pathlib.Path) -> None:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"12", b"123", b"1234", b"aB"]
+    write_ranks(tmp_path / "ranks", tokens)
+    pieces = {}
+    for pattern in PATTERNS:
+        named = load_tokenizer(str(tmp_path / "ranks"), pattern)
+        assert named.decode(named.encode("1234aB")) == "1234aB"
+        pieces[pattern] = [named.decode([token]) for token in named.encode("1234aB")]
+    assert pieces == {
+        "llama3": ["123", "4", "aB"],
+        "gpt2": ["1234", "aB"],
+        "o200k": ["123", "4", "a", "B"],
+        "qwen2": ["1", "2", "3", "4", "aB"],
+    }
+
+
+def test_a_named_pattern_leaves_a_known_family_its_special_tokens(tmp_path: pathlib.Path) -> None:
+    write_llama_like(tmp_path / "ranks", 50_256)
+    known, named = (load_tokenizer(str(tmp_path / "ranks"), name) for name in ("", "qwen2"))
+    assert (known.family.pattern, named.family.pattern) == (PATTERNS["gpt2"], PATTERNS["qwen2"])
+    assert known.family.special_tokens == named.family.special_tokens
+
+
+def test_qwen2_pattern_is_transformers_own() -> None:
+    qwen2 = pytest.importorskip("transformers.models.qwen2.tokenization_qwen2")
+    assert PATTERNS["qwen2"] == qwen2.PRETOKENIZE_REGEX
+
+
+def test_the_config_takes_the_patterns_that_there_are() -> None:
+    hint = typing.get_type_hints(ModelConfig)["tokenizer_pattern"]
+    assert typing.get_args(hint) == ("", *PATTERNS)
+    with pytest.raises(
+        ValueError, match=r"model\.tokenizer_pattern is 'lama3'; choose one of llama3"
+    ):
+        load_tokenizer("", "lama3")
+
+
+def test_a_mark_belongs_to_one_rank_file(embedded: Tokenizer, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ranks"
+    path.write_bytes(EMBEDDED_PATH.read_bytes())
+    mark_file(path).write_bytes(mark_file(EMBEDDED_PATH).read_bytes())
+    assert load_tokenizer(str(path)).fingerprint == embedded.fingerprint
+    write_ranks(path, list(read_ranks(EMBEDDED_PATH))[:-1])
+    with pytest.raises(ValueError, match=r"ranks\.meta\.json is the mark of another rank file"):
+        load_tokenizer(str(path))
+
+
+def test_a_damaged_mark_is_named(embedded: Tokenizer, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ranks"
+    path.write_bytes(EMBEDDED_PATH.read_bytes())
+    for content in ("", "[]", "{}", '{"made_by": "tools/train_tokenizer.py", "pattern": "llama3"}'):
+        mark_file(path).write_text(content)
+        with pytest.raises(ValueError, match=r"ranks\.meta\.json is not what"):
+            load_tokenizer(str(path))
+    for made_by, pattern in (("tools/train_tokenizer.py", ["gpt5"]), ("me", "llama3")):
+        mark = {"made_by": made_by, "pattern": pattern, "fingerprint": embedded.fingerprint}
+        mark_file(path).write_text(json.dumps(mark))
+        with pytest.raises(ValueError, match=r"ranks\.meta\.json says made_by .* known are"):
+            load_tokenizer(str(path))
+    assert load_tokenizer(str(path), "llama3").fingerprint == embedded.fingerprint
+
+
+# --- what is no rank file --------------------------------------------------------------------------------------------
 
 
 def test_missing_file_says_what_to_do(tmp_path: pathlib.Path) -> None:
@@ -156,7 +255,7 @@ def test_damaged_rank_files(tmp_path: pathlib.Path) -> None:
         path.read_bytes() + base64.b64encode(b"ab") + b" 258\n"
     )  # 257 ranks: EOS is 258
     with pytest.raises(ValueError, match="special tokens' ids"):
-        load_tokenizer(str(path))
+        load_tokenizer(str(path), "llama3")
 
 
 def test_check_vocab(embedded: Tokenizer) -> None:
@@ -176,7 +275,7 @@ def test_trained_file_gives_the_trainer_s_tokens(
     ]
     trained = trainer.train(iter(corpus), 600)
     write_ranks(tmp_path / "small", trainer.tokens_in_rank_order(trained))
-    written = load_tokenizer(str(tmp_path / "small"))
+    written = load_tokenizer(str(tmp_path / "small"), trainer.PATTERN)
     assert written.n_words == 600
     for text in [*SAMPLES, *corpus, pathlib.Path(sys.modules["base64"].__file__).read_text()]:
         assert written.encode(text) == trained.encode(text).ids
@@ -207,7 +306,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
         (["--vocab-size", "1"], "--vocab-size 1 is not from 258"),
         (["--vocab-size", "10000001"], "--vocab-size 10000001 is not from 258 .* to 10000000"),
         (["--vocab-size", "4000"], "--vocab-size 4000: the text gives .* tokens"),
-        (["--path", "mark"], "--vocab-size 262: the text gives 256 tokens"),
+        (["--path", "mark"], "--path: no text to learn from in 1 files .*mark"),
         (["--path", "gone"], "--path: no text file at 'gone'"),
         (["--path"], "2"),
     ],
@@ -225,7 +324,7 @@ def test_wrong_arguments_of_the_trainer(
 def test_a_size_that_names_another_family_leaves_no_file(
     folder: pathlib.Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "load_tokenizer", lambda path: load_tokenizer())
+    monkeypatch.setattr(trainer, "load_tokenizer", lambda path, pattern: load_tokenizer())
     with pytest.raises(SystemExit, match="--vocab-size 262 would be taken for"):
         trainer.main(["--output", "out", "--vocab-size", "262", "--path", "text"])
     assert not list(folder.glob("out*"))
@@ -235,10 +334,22 @@ def test_the_trainer_writes_its_file(
     folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer.main(["--output", "new/out", "--vocab-size", "262", "--path", "text"])
-    assert load_tokenizer("new/out").n_words == 262
+    assert load_tokenizer("new/out").n_words == 262  # by its mark
     assert capsys.readouterr().out.startswith("new/out: 262 tokens, ")
-    trainer.main(["--output", "bytes", "--vocab-size", "258", "--path", "mark"])
-    assert "0.00 characters a token" in capsys.readouterr().out
+    assert {path.name for path in pathlib.Path("new").iterdir()} == {"out", "out.meta.json"}
+    assert tiktoken.load.load_tiktoken_bpe("new/out") == read_ranks(pathlib.Path("new/out"))
+
+
+def test_the_trainer_leaves_empty_texts_out(
+    folder: pathlib.Path, trainer: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    pathlib.Path("none").touch()
+    with caplog.at_level(logging.INFO, "matrixtitan"):
+        trainer.main(["--output", "out", "--vocab-size", "262", "--path", "mark", "none", "text"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "--path: 3 files",
+        "--path: 2 empty texts left out",
+    ]
 
 
 def test_the_trainer_takes_what_training_takes(

@@ -1,8 +1,8 @@
 """What a rank's memory is filled with under each strategy, term by term, with the dtype of each.
 
 Owns the memory table of `tools/plan.py`. Activations, the allocator's slack and Newton-Schulz's
-workspace are the same under every strategy and not counted. Bytes of one plan come from `cost.py`;
-`report.py`, next, puts them together.
+workspace are the same under every strategy and not counted. Bytes of one plan come from
+`plan/cost.py`; `report.py` puts them together.
 """
 
 from __future__ import annotations
@@ -11,24 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from matrixtitan.plan.cost import (
-    STRATEGIES,
-    CostSettings,
-    ResidentBytes,
-    Strategy,
-    UnitSize,
-    block_cost,
-    rank_bytes,
-    unit_sizes,
-)
+from matrixtitan.plan.cost import CostSettings, ResidentBytes, block_cost, rank_bytes
 from matrixtitan.plan.shard import ParamSpec, Plan
-
-REDUCTIONS_IN_FLIGHT = {"nccl": 1, "gloo": 2}
-"""Units whose full gradients may be in reduction while backward computes those of one more, on GPUs and on CPUs.
-
-On GPUs one, as in FSDP2. On CPUs gloo's threads may share the cores with backward and are late then: with one, backward
-waits for them where it could go on.
-"""
+from matrixtitan.plan.transports import REDUCTIONS_IN_FLIGHT
+from matrixtitan.predict.strategies import STRATEGIES, Strategy, UnitSize, unit_sizes
 
 FSDP2_REDUCTIONS_IN_FLIGHT = 1
 """PyTorch's default: FSDP2 waits for one reduce-scatter before it fills the input of the next."""
@@ -92,8 +78,9 @@ def memory_table(
     backend: str,
     prefetch: int = 1,
     keep_all: bool = False,
+    strategies: Sequence[Strategy] = STRATEGIES,
 ) -> dict[Strategy, list[Term]]:
-    """The terms of each strategy; `plan` is ours, over the shard group of a job of `world_size`
+    """The terms of each of `strategies`; `plan` is ours, over the shard group of a job of `world_size`
     ranks.
 
     `keep_all`: no unit is freed between forward and backward.
@@ -103,7 +90,7 @@ def memory_table(
             *_resident(name, specs, plan, settings, precision, world_size),
             *_transient(name, specs, plan.world_size, precision, backend, prefetch, keep_all),
         ]
-        for name in STRATEGIES
+        for name in strategies
     }
 
 
@@ -133,7 +120,7 @@ def _resident(
         Term("parameters", precision.stored, held.parameters, "resident"),
         Term("gradients", precision.stored, held.gradients, "resident"),
         Term(
-            f"{settings.matrix_optimizer} and AdamW state",
+            f"{settings.rule.name} and AdamW state",
             _state_dtype(settings, precision),
             held.optimizer_state,
             "resident",
@@ -281,4 +268,4 @@ def _full_gradients(
 
 
 def _state_dtype(settings: CostSettings, precision: Precision) -> str:
-    return "float32" if settings.matrix_optimizer in ("shampoo", "soap") else precision.stored
+    return "float32" if settings.rule.keeps_float32 else precision.stored

@@ -1,0 +1,107 @@
+"""What a resume does to the learning rate: the stored run's schedule and this run's, compared at the next step.
+
+Both rates come from the code that training uses, so every key that a rate depends on counts, alone or with others.
+Pure. Next file: `optim/lr_schedule.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from matrixtitan.config import LRSchedulerConfig
+from matrixtitan.optim.lr_schedule import lr_factor, schedule_steps
+
+Run = Mapping[str, Any]
+"""A run's configuration as JSON values, as it stands in a checkpoint."""
+
+_WHOSE = {"optimizer.lr": "the matrices", "optimizer.tail_lr": "the rest"}
+
+
+class _Rates(NamedTuple):
+    settings: dict[str, Any]
+    """Every key that the rates depend on, with the number of steps resolved."""
+    factor: float
+    by_key: dict[str, float]
+    """The rate by the key of its peak."""
+
+
+def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
+    """What to warn of if step `step` is the first after checkpoint `name` of the run `saved`; nothing if rates agree.
+
+    A batch of another size is a change too: the same rate then stands for another number of tokens.
+    """
+    try:
+        before, after = _rates(saved, step), _rates(current, step)
+        tokens_before, tokens_after = _tokens_per_step(saved), _tokens_per_step(current)
+    except (KeyError, TypeError, ValueError) as error:  # stored by another version
+        return [f"{name}: whether the learning rate changes cannot be told: {error!r}"]
+    lines = []
+    changed = [
+        (key, before.by_key.get(key), after.by_key.get(key))
+        for key in {**before.by_key, **after.by_key}
+        if not _equal(before.by_key.get(key), after.by_key.get(key))
+    ]
+    if changed:
+        text = ", ".join(
+            f"{_number(old)} -> {_number(new)} for {_WHOSE.get(key, key)}{_times(old, new)}"
+            for key, old, new in changed
+        )
+        if not _equal(before.factor, after.factor):
+            text += f"; relative to the peak {_number(before.factor)} -> {_number(after.factor)}"
+        keep = ", ".join(
+            f"{key} = {'none' if value is None else json.dumps(value)}"
+            for key in {**before.settings, **after.settings}
+            if (value := before.settings.get(key)) != after.settings.get(key)
+        )
+        ended = before.settings["lr_scheduler.total_steps"] < step
+        lines.append(
+            f"the learning rate of step {step} is not what the schedule of {name} gives: {text}. To keep the old "
+            f"schedule: {keep}" + (" (it has ended: its last rate stays)" if ended else "")
+        )
+    if tokens_before != tokens_after:
+        stays = "is not scaled for it" if changed else "stays"
+        lines.append(
+            f"a step is {tokens_after:,} tokens, and was {tokens_before:,} in {name}; the learning rate {stays} "
+            f"({_number(after.by_key['optimizer.lr'])} for the matrices), and the schedule goes on to count steps: "
+            "consider optimizer.lr, optimizer.tail_lr and lr_scheduler.total_steps"
+        )
+    return lines
+
+
+def _rates(run: Run, step: int) -> _Rates:
+    known = {field.name for field in dataclasses.fields(LRSchedulerConfig)}
+    given = {key: value for key, value in run["lr_scheduler"].items() if key in known}
+    schedule = LRSchedulerConfig(**given)
+    steps = schedule_steps(schedule, run["training"]["steps"])
+    factor = lr_factor(schedule, steps, step)
+    optimizer = run["optimizer"]
+    peaks = {key: optimizer[key.removeprefix("optimizer.")] for key in _WHOSE} | {
+        f"optimizer.groups {group['pattern']!r}": group["lr"]
+        for group in optimizer["groups"]
+        if group["lr"] is not None
+    }
+    keys = dataclasses.asdict(dataclasses.replace(schedule, total_steps=steps))
+    settings = {f"lr_scheduler.{key}": value for key, value in keys.items()} | peaks
+    return _Rates(settings, factor, {key: peak * factor for key, peak in peaks.items()})
+
+
+def _tokens_per_step(run: Run) -> int:
+    return int(run["training"]["global_batch_size"] * run["training"]["seq_len"])
+
+
+def _equal(before: float | None, after: float | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return math.isclose(before, after, rel_tol=1e-9)
+
+
+def _number(value: float | None) -> str:
+    return "its role's rate" if value is None else f"{value:.4g}"
+
+
+def _times(before: float | None, after: float | None) -> str:
+    return f" ({after / before:.3g} times)" if before and after is not None else ""

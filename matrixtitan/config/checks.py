@@ -1,0 +1,105 @@
+"""What cannot work on any machine: every section's own problems, and those between sections.
+
+A section's own checks stand with it in `schema.py`, a rule's in `matrixtitan/rules/`. Here is what
+takes two sections, or a look at the disk. No torch, no process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matrixtitan.config.errors import ConfigError
+from matrixtitan.config.schema import Config
+
+EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
+"""Runs any config on the tokenizer and data that every machine has."""
+
+TOKENIZER_NAME = "tokenizer.model"
+"""The rank file in a folder."""
+
+
+def validate(config: Config, where: str) -> None:
+    """ConfigError with every problem, each after `where`, the file's name."""
+    problems = list(problems_of(config))
+    if problems:
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+
+
+def problems_of(config: Config) -> Iterator[str]:
+    """A sentence for each thing that cannot be; each begins with the "section.key"."""
+    for section in dataclasses.fields(config):
+        table = getattr(config, section.name)
+        found = (
+            table.problems_in(config.training.steps)
+            if section.name == "lr_scheduler"
+            else table.problems()
+        )
+        yield from (f"{section.name}.{problem}" for problem in found)
+    yield from _without_effect(config)
+    strategy, optimizer = config.parallelism.strategy, config.optimizer
+    if strategy == "fsdp2" and not optimizer.rule.exchangeable:
+        yield (
+            f"optimizer.name {optimizer.name} needs whole matrices in every step, and "
+            "parallelism.strategy fsdp2 exchanges momenta only: use matrix_fsdp"
+        )
+    if config.parallelism.dry_run_world_size and config.checkpoint.enable:
+        yield (
+            "checkpoint.enable: a dry run (parallelism.dry_run_world_size) has no weights worth "
+            "saving; set it to false"
+        )
+    yield from _missing_files(config)
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Keys that were changed and do nothing, by what the schema says that they need.
+
+    A section's `enable` is a switch: what stands beside it may wait for it.
+    """
+    values: dict[str, Any] = {
+        f"{section}.{key}": value
+        for section, table in dataclasses.asdict(config).items()
+        for key, value in table.items()
+    }
+    for section in dataclasses.fields(config):
+        table = getattr(config, section.name)
+        yield from (f"{section.name}.{text}" for text in table.without_effect(values))
+    optimizer = config.optimizer
+    prefix = f"optimizer.{optimizer.name}."
+    yield from (prefix + text for text in optimizer.rule.without_effect(values))
+
+
+def tokenizer_file(path: str) -> Path:
+    """The rank file that `model.tokenizer_path` means: the file, or a folder's tokenizer.model."""
+    file = Path(path).expanduser()
+    return file / TOKENIZER_NAME if file.is_dir() else file
+
+
+def missing_tokenizer(path: str) -> Iterator[str]:
+    """A sentence if `model.tokenizer_path` names no file."""
+    if path and not tokenizer_file(path).is_file():
+        yield (
+            f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the model's "
+            "tiktoken rank file there (for Llama 3, the original/tokenizer.model of its model "
+            "repository), or set the key to where it is, or to a folder that contains "
+            f"{TOKENIZER_NAME}. {_EMBEDDED}"
+        )
+
+
+_EMBEDDED = f"To run on the embedded tokenizer and data instead, add {EMBEDDED_OVERRIDES}"
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    yield from missing_tokenizer(config.model.tokenizer_path)
+    for index, source in enumerate(config.data.sources):
+        for path in source.path:
+            file = Path(path).expanduser()
+            # the first match only: loops of symbolic links give it more than can be listed
+            if not (file.exists() or any(glob.iglob(str(file), recursive=True))):
+                yield (
+                    f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} "
+                    f"files there, or set the key to a file, folder or glob. {_EMBEDDED}"
+                )

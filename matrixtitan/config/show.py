@@ -1,0 +1,150 @@
+"""A config as text: TOML that loads to the same config, nested tables, and `--help`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from matrixtitan.config.schema import Config
+from matrixtitan.options import Options, hints_of
+from matrixtitan.rules import RULES
+
+
+def tables(config: Config) -> dict[str, dict[str, Any]]:
+    """{"section": {"key": value}}; the rule's options stand in a table of its name."""
+    found = dataclasses.asdict(config)
+    found["optimizer"][config.optimizer.name] = found["optimizer"].pop("rule")
+    return found
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML. A key that is none becomes a comment: TOML has no null."""
+    lines = []
+    for section in dataclasses.fields(config):
+        table = getattr(config, section.name)
+        lines += [f"[{section.name}]", *_toml_lines(table), ""]
+        if section.name == "optimizer":
+            lines += [f"[optimizer.{table.name}]", *_toml_lines(table.rule), ""]
+    return "\n".join(lines)
+
+
+def _toml_lines(table: Options) -> Iterator[str]:
+    for option in dataclasses.fields(table):
+        value = getattr(table, option.name)
+        if value is None:
+            yield f"# {option.name} is none"
+        elif option.name != "rule":
+            yield f"{option.name} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML escapes as JSON does, and DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if dataclasses.is_dataclass(value):
+        keys = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        inner = (f"{name} = {_toml_value(item)}" for name, item in keys if item is not None)
+        return "{" + ", ".join(inner) + "}"
+    return repr(value)
+
+
+def help_text() -> str:
+    """Every key with its type, default, range and meaning, and what it needs to act."""
+    lines = [
+        "usage: ./run_train.sh [--config NAME] [--section.key value ...] [--print-config]",
+        "",
+        "--config NAME    a TOML file, or one of train_configs/ (default: debug)",
+        "--print-config   print the resolved config and stop",
+        "",
+    ]
+    for name, cls in option_tables().items():
+        lines += [f"[{name}]", *_help_lines(name, cls), ""]
+    return "\n".join(lines)
+
+
+def option_tables() -> dict[str, type[Options]]:
+    """Every table that a file may have, by its TOML header."""
+    found: dict[str, type[Options]] = {}
+    for section, cls in hints_of(Config).items():
+        found[section] = cls
+        if section == "optimizer":
+            found |= {f"optimizer.{name}": rule for name, rule in RULES.items()}
+    return found
+
+
+def _help_lines(table: str, cls: type[Options]) -> Iterator[str]:
+    for option in dataclasses.fields(cls):
+        if "doc" not in option.metadata:
+            continue
+        kind = type_name(hints_of(cls)[option.name])
+        default = "none" if option.default is None else _toml_value(option.default)
+        bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
+        yield f"  --{table}.{option.name}  ({kind}{bounds}, default {default})"
+        yield f"      {option.metadata['doc']}"
+        if option.metadata["needs"]:
+            yield f"      acts with {option.metadata['needs']}"
+
+
+def type_name(hint: Any) -> str:
+    """A type as a user writes of it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(option) for option in arguments)
+    if origin is Literal:
+        return "|".join(str(option) or '""' for option in arguments)
+    if origin is tuple:
+        return f"list of {type_name(arguments[0])}"
+    if hint is type(None):
+        return "none"
+    if dataclasses.is_dataclass(hint):
+        return "table"
+    return {str: "text", int: "whole number", float: "number", bool: "true or false"}[hint]
+
+
+def markdown() -> str:
+    """docs/configuration.md: every table and key."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a config file. This page is generated from the code:",
+        "`python -m matrixtitan.config > docs/configuration.md`.",
+        "",
+        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any key can",
+        "be overridden on the command line: `--section.key value`. Text keys take the text as it is; other",
+        "values are TOML:",
+        "",
+        "```",
+        './run_train.sh --config debug --optimizer.tail_betas "[0.9, 0.98]"',
+        "```",
+        "",
+        "- An unknown key, a wrong type, a value out of range, or an impossible combination is refused",
+        "  before any process starts.",
+        "- A key that was changed and has no effect is refused too. The column *acts with* says what it",
+        "  needs. The keys of a section that has an `enable` key wait for that switch.",
+        "- `--print-config` prints what a command line comes to. `--help` prints this page as text.",
+        "- The resolved config is saved as `config.toml` in the run's folder.",
+        "",
+    ]
+    for name, cls in option_tables().items():
+        lines += [f"## [{name}]", "", "| key | type | default | meaning | acts with |"]
+        lines += ["|---|---|---|---|---|", *_markdown_rows(cls), ""]
+    return "\n".join(lines)
+
+
+def _markdown_rows(cls: type[Options]) -> Iterator[str]:
+    for option in dataclasses.fields(cls):
+        if "doc" not in option.metadata:
+            continue
+        bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
+        kind = f"{type_name(hints_of(cls)[option.name])}{bounds}".replace("|", " or ")
+        default = "none" if option.default is None else f"`{_toml_value(option.default)}`"
+        doc, needs = option.metadata["doc"], option.metadata["needs"] or ""
+        yield f"| `{option.name}` | {kind} | {default} | {doc} | {needs} |"

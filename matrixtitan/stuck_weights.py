@@ -1,0 +1,78 @@
+"""A warning for weights that an update does not move, because their dtype rounds it away.
+
+A bfloat16 weight has 8 bits of precision: an update below 1/512 of the weight is rounded away. So at
+small learning rates most of an update can vanish without a trace in the loss curve's first steps.
+Stochastic rounding would keep the update's mean. It is not done: its random bits would have to be a
+function of parameter, step and row, or a resume on another number of ranks would not go on as
+before, and torch's AdamW rounds inside its own kernel. Next: `trainer.py`, which calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from matrixtitan.config import Config
+from matrixtitan.log import get_logger
+from matrixtitan.strategies.base import DataParallel
+
+logger = get_logger()
+
+EVERY = 1000
+"""Steps between two looks: each copies this rank's weights for the time of one update."""
+LIMIT = 0.5
+"""Share of stuck weights above which a run is warned."""
+
+
+class StuckWeights:
+    """Looks at the first step at the peak learning rate, and then now and then; never in float32."""
+
+    def __init__(self, config: Config, strategy: DataParallel, first_step: int) -> None:
+        self._dtype = config.training.dtype
+        self._strategy = strategy
+        self._first = max(first_step, config.lr_scheduler.warmup_steps, 1)
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        """Around the optimizers' step, gradients still there after it. All ranks together."""
+        late = step - self._first
+        if self._dtype == "float32" or late < 0 or late % EVERY:
+            yield
+            return
+        params = [
+            p.tensor for p in self._strategy.stepped_parameters() if p.tensor.grad is not None
+        ]
+        before = [_local(param).detach().clone() for param in params]
+        yield
+        counts = torch.zeros(2, dtype=torch.int64, device=self._device(params))
+        for param, old in zip(params, before, strict=True):
+            assert param.grad is not None
+            pushed = _local(param.grad) != 0
+            counts[0] += (pushed & (_local(param) == old)).sum()
+            counts[1] += pushed.sum()
+        dist.all_reduce(counts)
+        stuck, pushed_in_all = counts.tolist()
+        if stuck > LIMIT * pushed_in_all and dist.get_rank() == 0:
+            logger.warning(
+                "step %d: %.0f%% of the weights that have a gradient did not move: %s rounds the "
+                'update away. Set training.dtype = "float32", or raise the learning rates',
+                step,
+                100 * stuck / pushed_in_all,
+                self._dtype,
+            )
+
+    def _device(self, params: list[Tensor]) -> torch.device:
+        """The collective's, also where this rank steps nothing."""
+        if params:
+            return params[0].device
+        cuda = "nccl" in dist.get_backend_config()
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

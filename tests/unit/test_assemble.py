@@ -1,0 +1,113 @@
+"""Building closes what it began where it fails, and a dry run leaves no gradient to learn from. One process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from matrixtitan import parallelize
+from matrixtitan.assemble import Assembled, assemble
+from matrixtitan.config import Config, OptimizerConfig, config_from_dict
+from matrixtitan.mesh import World, init_world
+from matrixtitan.optim.build import Optimizers
+from matrixtitan.strategies.base import InitRows
+from matrixtitan.strategies.ddp import DDP
+from matrixtitan.strategies.dry_run import DryRun
+
+CPU = torch.device("cpu")
+
+
+class Watched(DDP):
+    """One rank's plain model, that notes its end and can fail to build."""
+
+    closed = 0
+    fails_in = ""
+
+    def materialize(self, init_rows: InitRows | None) -> None:
+        self._fail("materialize")
+        super().materialize(init_rows)
+
+    def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
+        self._fail("build_optimizers")
+        return super().build_optimizers(config)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _fail(self, where: str) -> None:
+        if self.fails_in == where:
+            raise ValueError(f"fails in {where}")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    """Every strategy that is built as "ddp"."""
+    built: list[Watched] = []
+
+    def build(model: Any, specs: Any, config: Config, mesh: Any, device: torch.device) -> Watched:
+        built.append(Watched(model, specs, device=device))
+        return built[-1]
+
+    monkeypatch.setitem(parallelize.BUILDERS, "ddp", build)
+    return built
+
+
+def config_for(strategy: str, **parallelism: Any) -> Config:
+    config = config_from_dict({"model": {"flavor": "netlab"}, "training": {"seq_len": 16}}, "test")
+    section = dataclasses.replace(config.parallelism, strategy=strategy, **parallelism)
+    return dataclasses.replace(config, parallelism=section)
+
+
+def assemble_here() -> Assembled:
+    world = World(0, 1, 0, CPU, mesh=None, owns_group=False)  # type: ignore[arg-type]  # one rank has no mesh
+    return assemble(config_for("ddp"), 300, world)
+
+
+@pytest.mark.parametrize("where", ["materialize", "build_optimizers"])
+def test_a_strategy_that_cannot_be_built_is_closed(
+    where: str, watched: list[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watched, "fails_in", where)
+    with pytest.raises(ValueError, match=f"fails in {where}"):
+        assemble_here()
+    assert [strategy.closed for strategy in watched] == [1]
+
+
+def test_what_is_assembled_trains(watched: list[Watched]) -> None:
+    model, strategy, optimizers = assemble_here()
+    assert strategy is watched[0] and not strategy.closed
+    tokens = torch.arange(32).view(2, 16)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    strategy.model(tokens, tokens).backward()
+    assert strategy.clip_grad_norm_(1.0) > 0
+    strategy.step(optimizers)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert strategy.report(optimizers) is None
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("zero1_owner", 1), ("fsdp2", 4)])
+def test_a_dry_run_steps_on_zeros_and_counts_what_its_rank_keeps(strategy: str, share: int) -> None:
+    config = config_for(strategy, dry_run_world_size=4, dry_run_rank=3)
+    with init_world(config) as world:
+        model, dry_run, optimizers = assemble(config, 300, world)
+        assert isinstance(dry_run, DryRun)
+        tokens = torch.arange(32).view(2, 16)
+        dry_run.model(tokens, tokens).backward()
+        assert dry_run.clip_grad_norm_(1.0).item() == 0
+        for param in dry_run.stepped_parameters():
+            assert param.tensor.grad is not None and not param.tensor.grad.any()
+        dry_run.step(optimizers)
+        weights = 4 * model.num_parameters // share
+        report = dry_run.report(optimizers)
+        assert report.startswith(f"dry run: rank 3 of 4 keeps {weights:,} bytes of weights, as")
+        assert "planned" not in report, "these strategies have no plan"
+
+
+def test_a_dry_run_closes_what_it_wraps(watched: list[Watched]) -> None:
+    config = config_for("ddp", dry_run_world_size=4)
+    with init_world(config) as world:
+        assemble(config, 300, world).strategy.close()
+    assert [strategy.closed for strategy in watched] == [1]
