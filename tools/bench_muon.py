@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from matrixtitan.optim import Muon
-from matrixtitan.optim.newton_schulz_settings import QUINTIC
+from matrixtitan.optim.newton_schulz import QUINTIC
 from models import MODELS, build_model
 
 

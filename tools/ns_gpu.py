@@ -4,8 +4,8 @@
     python tools/ns_gpu.py --seconds 0.5  longer samples
 
 Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
-the same run, that a call's own FLOPs reach. The first two tables are what `choose` and `batch_elements` of
-`products.Backend` should follow; those stand on FLOPs and on a guess so far.
+the same run, that a call's own FLOPs reach. The first two tables are what `products.choose_by_flops` and
+`batching.GPU_BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so far.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from matrixtitan.optim import Muon
 from matrixtitan.optim import newton_schulz as ns
+from matrixtitan.optim.batching import orthogonalize
 from matrixtitan.optim.cpu.strips import Strips
-from matrixtitan.optim.newton_schulz_settings import make_newton_schulz
+from matrixtitan.optim.newton_schulz import make_newton_schulz
 from matrixtitan.optim.products import WHOLE, Choice
 from matrixtitan.plan.cost import newton_schulz_flops
 from tools.ns_table import alternating_medians
@@ -100,7 +101,7 @@ def batches(seconds: float) -> None:
         def batched(matrices: list[Tensor] = matrices) -> None:
             ns.orthogonalize_one(torch.stack(matrices), make_newton_schulz()).unbind()
 
-        one, many = gpu_medians([partial(ns.orthogonalize, matrices, alone), batched], seconds)
+        one, many = gpu_medians([partial(orthogonalize, matrices, alone), batched], seconds)
         print(
             f"| {rows}x{cols} | {1e3 * one:.3f} | {1e3 * many:.3f} | {one / many:.2f} |", flush=True
         )

@@ -1,6 +1,6 @@
 """Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
 
-    python tools/ns_table.py --write         measure and rewrite matrixtitan/optim/cpu/newton_schulz_table.py (15 minutes)
+    python tools/ns_table.py --write         measure and rewrite optim/cpu/newton_schulz_table.py (15 minutes)
     python tools/ns_table.py --write-batches the same of what concerns batches alone (2 minutes)
     python tools/ns_table.py --report        our time against the plain iteration's, one thread, float32
 
@@ -24,11 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from matrixtitan.optim import cpu
 from matrixtitan.optim import newton_schulz as ns
-from matrixtitan.optim.cpu import backend, newton_schulz_table, onednn
+from matrixtitan.optim.batching import orthogonalize
+from matrixtitan.optim.cpu import newton_schulz_table, onednn
 from matrixtitan.optim.cpu.newton_schulz_table import FormEntry
 from matrixtitan.optim.cpu.strips import Strips
-from matrixtitan.optim.newton_schulz_settings import QUINTIC, make_newton_schulz
+from matrixtitan.optim.newton_schulz import QUINTIC, make_newton_schulz
 from matrixtitan.optim.products import WHOLE, Choice
 
 TABLE = Path(newton_schulz_table.__file__)
@@ -141,11 +143,11 @@ def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> Form
     cols = round(rows * ratio)
     x = torch.randn(rows, cols)
     if batched:
-        x = x.expand(max(2, ns.CPU.batch_size(rows, cols)), rows, cols).contiguous()
+        x = x.expand(max(2, cpu.batch_size(rows, cols)), rows, cols).contiguous()
     settings = make_newton_schulz()
 
     def fastest(entries: Sequence[FormEntry], margin: float = 1.0) -> FormEntry:
-        choices = [backend.choice_of(entry) for entry in entries]
+        choices = [cpu.choice_of(entry) for entry in entries]
         calls = [partial(ns.iterate, x, settings, choice) for choice in choices]
         times = relative_medians(calls, seconds)
         best = times.index(min(times))
@@ -169,11 +171,11 @@ def batch_elements(seconds: float) -> int:
     """
     logs = [0.0] * len(BATCH_LIMITS)
     settings = make_newton_schulz()
-    before = backend.BATCH_ELEMENTS
+    before = cpu.BATCH_ELEMENTS
 
     def limited(matrices: list[Tensor], limit: int) -> None:
-        backend.BATCH_ELEMENTS = limit
-        ns.orthogonalize(matrices, settings)
+        cpu.BATCH_ELEMENTS = limit
+        orthogonalize(matrices, settings)
 
     for rows, cols in BATCH_SHAPES:
         count = BATCH_LIMITS[-1] // (rows * cols)
@@ -183,7 +185,7 @@ def batch_elements(seconds: float) -> int:
         )
         print(f"{rows}x{cols}", *(f"{t:.2f}" for t in times), flush=True)
         logs = [total + log(t) for total, t in zip(logs, times, strict=True)]
-    backend.BATCH_ELEMENTS = before
+    cpu.BATCH_ELEMENTS = before
     nearly = min(logs) + len(BATCH_SHAPES) * log(MARGIN)
     return next(limit for limit, total in zip(BATCH_LIMITS, logs, strict=True) if total < nearly)
 
@@ -191,13 +193,13 @@ def batch_elements(seconds: float) -> int:
 def onednn_rows(seconds: float) -> int:
     """The smallest size from which oneDNN's products are faster for square and 1:3 matrices; as before where absent."""
     if not onednn.pays():
-        return backend.ONEDNN_ROWS
+        return cpu.ONEDNN_ROWS
     settings = make_newton_schulz()
     for rows in SIZES:
         wins = []
         for ratio in (1, 3):
             x = torch.randn(rows, rows * ratio)
-            table = backend.table_choice(rows, rows * ratio, batched=False)
+            table = cpu.table_choice(rows, rows * ratio, batched=False)
             choices = [table, Choice("gram" if ratio > 1 else "standard", onednn.OneDnn())]
             times = alternating_medians(
                 [partial(ns.iterate, x, settings, choice) for choice in choices], seconds
@@ -232,14 +234,14 @@ def body(forms: Forms) -> str:
 
 def write_table(seconds: float, *, batches_alone: bool) -> None:
     """Measure and write the module; the limits follow from the table that was there before."""
-    backend.BATCH_ELEMENTS = batch_elements(seconds)
-    forms = backend.FORMS if batches_alone else measured_forms(SIZES, seconds)
+    cpu.BATCH_ELEMENTS = batch_elements(seconds)
+    forms = cpu.FORMS if batches_alone else measured_forms(SIZES, seconds)
     TABLE.write_text(
         TEMPLATE.format(
             forms=body(forms),
             batched=body(measured_forms(BATCHED_SIZES, seconds, batched=True)),
-            batch_elements=backend.BATCH_ELEMENTS,
-            onednn_rows=backend.ONEDNN_ROWS if batches_alone else onednn_rows(seconds),
+            batch_elements=cpu.BATCH_ELEMENTS,
+            onednn_rows=cpu.ONEDNN_ROWS if batches_alone else onednn_rows(seconds),
         )
     )
 
@@ -257,22 +259,22 @@ def report(seconds: float) -> None:
     for shape in REPORT_SHAPES:
         matrices = [torch.randn(shape) for _ in range(SEVERAL)]
         matrix = matrices[0]
-        choice = ns.choose_form(matrix if shape[0] <= shape[1] else matrix.mT, "auto")
+        choice = ns.choose(matrix if shape[0] <= shape[1] else matrix.mT)
         products = {WHOLE: "whole", onednn.OneDnn(): "oneDNN"}.get(choice.products)
         if isinstance(choice.products, Strips):
             products = f"strips {1 << choice.products.wide_depth}, {1 << choice.products.depth}"
         before, after = alternating_medians(
-            [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
+            [partial(plain, matrix), partial(orthogonalize, [matrix], settings)], seconds
         )
         looped, batched = alternating_medians(
             [
                 partial(loop, matrices),
-                partial(ns.orthogonalize, matrices, settings),
+                partial(orthogonalize, matrices, settings),
             ],
             seconds,
         )
         exact = plain(matrix.double())
-        results = (plain(matrix), ns.orthogonalize([matrix], settings)[0])
+        results = (plain(matrix), orthogonalize([matrix], settings)[0])
         errors = [(result.double() - exact).abs().max().item() for result in results]
         print(
             f"| {shape[0]}x{shape[1]} | {choice.form}, {products} | {before * 1e3:.3f} | {after * 1e3:.3f} "

@@ -1,7 +1,7 @@
-"""What Newton-Schulz asks of a device: its matrix products, which form a shape takes, and how many make a batch.
+"""The matrix products that Newton-Schulz is made of, and the choice that it makes for a shape.
 
-The classes here are for GPUs and for anything else without a backend of its own; CPUs have theirs in `cpu/`.
-Next: `newton_schulz.py`.
+`Products` are torch's own, for GPUs and for whatever has no faster ones. CPUs have faster ones in
+`cpu/`. Next: `newton_schulz.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix products as torch computes them, of matrices (R, C), R <= C, or of batches (B, R, C).
+    """Products of matrices (R, C), R <= C, or of batches of them (B, R, C). No input is changed.
 
-    Every (R, R) operand is a polynomial of one Gram matrix. All of them commute, so `gram` and `combine` have symmetric
-    results: a backend may compute half of each. No input is changed.
+    Every (R, R) operand is a polynomial of one Gram matrix. Such polynomials commute, so the
+    results of `gram` and `combine` are symmetric: a subclass may compute half of each.
     """
 
     def operand(self, x: Tensor) -> Tensor:
-        """x (..., R, C) in the layout that the products want."""
+        """x (..., R, C) in the layout that the other methods want."""
         return x
 
     def gram(self, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Products:
         return torch.mm(x, x.mT) if x.ndim == 2 else torch.bmm(x, x.mT)
 
     def combine(
-        self, add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0
+        self, add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
     ) -> Tensor:
         """beta add + alpha left @ right, all (..., R, R)."""
         addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
@@ -39,7 +39,7 @@ class Products:
     def apply(self, poly: Tensor, x: Tensor) -> Tensor:
         """poly (..., R, R) @ x (..., R, C), in the layout of x.
 
-        A parameter adds a transposed one several times slower.
+        Adding a result of the other layout to a parameter takes several times as long.
         """
         mm = torch.mm if x.ndim == 2 else torch.bmm
         return mm(poly, x, out=torch.empty_like(x))
@@ -55,20 +55,10 @@ class Choice(NamedTuple):
     products: Products
 
 
-class Backend:
-    """Choices by FLOPs alone."""
+def choose_by_flops(x: Tensor) -> Choice:
+    """The form with fewer FLOPs for x (..., R, C), R <= C, in whole products.
 
-    batch_elements = 1 << 24
-    """Small products share a kernel's launch; large ones fill a GPU alone. The limit between them is not measured."""
-
-    def choose(self, x: Tensor) -> Choice:
-        """For x (..., R, C), R <= C.
-
-        In units of 2 R^3, five steps take 5 (2 C/R + 1) in the standard form and 14 + 4 C/R in the Gram form, which
-        therefore wins from C/R of 1.5.
-        """
-        return Choice("gram" if x.size(-1) > 1.5 * x.size(-2) else "standard", WHOLE)
-
-    def batch_size(self, rows: int, cols: int) -> int:
-        """How many matrices (rows, cols) to multiply as one batch, 1 for alone."""
-        return max(1, self.batch_elements // max(1, rows * cols))
+    In units of 2 R^3, five steps take 5 (2 C/R + 1) in the standard form and 14 + 4 C/R in the Gram
+    form, which therefore wins above C/R = 1.5.
+    """
+    return Choice("gram" if x.size(-1) > 1.5 * x.size(-2) else "standard", WHOLE)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from matrixtitan.optim.batching import batch_indices, orthogonalize
 from matrixtitan.optim.matrix_optimizer import ParamGroup, as_matrices, named_params
 from matrixtitan.optim.muon import (
     Muon,
@@ -27,8 +28,7 @@ from matrixtitan.optim.muon import (
     momentum_update,
     newton_schulz_of,
 )
-from matrixtitan.optim.newton_schulz import batch_indices, orthogonalize
-from matrixtitan.optim.newton_schulz_settings import NewtonSchulz
+from matrixtitan.optim.newton_schulz import NewtonSchulz
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.strategies.fsdp2_transports import TransportAllGather
 

@@ -1,8 +1,8 @@
-"""Float32 matrix products by oneDNN, for CPUs on which MKL, behind `torch.mm`, holds its AVX-512 kernels back.
+"""Float32 matrix products by oneDNN, for CPUs on which MKL is slow.
 
-MKL picks kernels by vendor: on an AMD CPU with AVX-512 its products run at half the rate of oneDNN's (measured: 111
-against 250 GFLOP/s on one core at 512x512). PyTorch ships both. This file owns the only call of the operator, which
-is the one that torch.compile emits for linear layers on CPUs.
+MKL, which is behind `torch.mm`, picks its kernels by vendor. On an AMD CPU with AVX-512 it leaves
+them unused and runs at half the rate of oneDNN, which PyTorch ships too. The operator called here
+is private: torch.compile emits it for linear layers on CPUs. No other file calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @lru_cache(maxsize=1)
 def pays() -> bool:
-    """Whether this machine is of that kind; a property of CPU and build, the same in every run on it."""
+    """Whether this machine is of that kind; a property of CPU and build, the same in every run."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkl.is_available()
@@ -32,33 +32,29 @@ def pays() -> bool:
     )
 
 
-def mm(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, (R, K) and (K, C) to (R, C), float32 on the CPU, without autograd. `left` should be contiguous."""
-    return torch.ops.mkldnn._linear_pointwise(left, right.mT, None, "none", [], "")
-
-
-def addmm(add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """beta add + alpha left @ right, as `mm`."""
-    out = mm(left, right)
-    if alpha != 1.0:
-        out.mul_(alpha)
-    return out.add_(add, alpha=beta)
-
-
 @dataclass(frozen=True)
 class OneDnn(Products):
-    """Whole products of single matrices."""
+    """Whole products of single float32 matrices, without autograd."""
 
     def operand(self, x: Tensor) -> Tensor:
-        return x.contiguous()  # it would copy a transposed left operand in every product
+        # the operator would copy a transposed left operand in every product
+        return x.contiguous()
 
     def gram(self, x: Tensor) -> Tensor:
-        return mm(x, x.mT)
+        return _mm(x, x.mT)
 
     def combine(
-        self, add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0
+        self, add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
     ) -> Tensor:
-        return addmm(add, left, right, beta=beta, alpha=alpha)
+        out = _mm(left, right)
+        if alpha != 1.0:
+            out.mul_(alpha)
+        return out.add_(add, alpha=beta)
 
     def apply(self, poly: Tensor, x: Tensor) -> Tensor:
-        return mm(poly, x)
+        return _mm(poly, x)
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    """left (R, K) @ right (K, C)."""
+    return torch.ops.mkldnn._linear_pointwise(left, right.mT, None, "none", [], "")

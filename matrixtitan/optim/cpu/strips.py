@@ -1,4 +1,7 @@
-"""Products whose result is known to be symmetric, computed by half: strips of rows up to the diagonal, mirrored."""
+"""Products with symmetric results, computed by half: strips of rows up to the diagonal, mirrored.
+
+Next: `onednn.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from torch import Tensor
 from matrixtitan.optim.products import Products
 
 STRIP_PADDING = 16
-"""Elements between the rows of a product that is computed in strips: one cache line in float32."""
+"""Elements between the rows of a product computed in strips: one cache line in float32."""
 
 
 @dataclass(frozen=True)
 class Strips(Products):
-    """Of single matrices: X X^T in 2^wide_depth strips, those of (R, R) matrices in 2^depth; 0 is whole."""
+    """Products of single matrices: X X^T in 2^wide_depth strips, (R, R) results in 2^depth.
+
+    A depth of 0 is a whole product.
+    """
 
     wide_depth: int
     depth: int
@@ -26,10 +32,10 @@ class Strips(Products):
         return symmetric_product(None, x, x.mT, depth=self.wide_depth)
 
     def combine(
-        self, add: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0
+        self, add: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
     ) -> Tensor:
         if not self.depth:
-            return super().combine(add, left, right, beta, alpha)
+            return super().combine(add, left, right, beta=beta, alpha=alpha)
         return symmetric_product(add, left, right, depth=self.depth, beta=beta, alpha=alpha)
 
 
@@ -44,9 +50,10 @@ def symmetric_product(
 ) -> Tensor:
     """beta add + alpha left @ right, (R, R), where the caller knows that the result is symmetric.
 
-    It is multiplied in 2^depth strips of rows, each up to its end of the diagonal, and mirrored: (1 + 2^-depth) / 2 of
-    the FLOPs. The result's rows are a few elements apart: in rows whose length is a power of two, those that mirroring
-    reads as columns would share cache sets.
+    It is multiplied in 2^depth strips of rows, each up to its end of the diagonal, and mirrored:
+    (1 + 2^-depth) / 2 of the FLOPs. The result's rows are a few elements apart. Without this
+    padding, mirroring reads columns whose elements share cache sets when the number of rows is a
+    power of two.
     """
     rows = left.size(0)
     out = left.new_empty(rows, rows + STRIP_PADDING)[:, :rows]
