@@ -4,8 +4,8 @@
     python tools/ns_gpu.py --seconds 0.5  longer samples
 
 Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
-the same run, that a call's own FLOPs reach. The first two tables are what `newton_schulz.choose_form` and the "cuda"
-entry of `BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so far.
+the same run, that a call's own FLOPs reach. The first two tables are what `products.choose_by_flops` and
+`batching.GPU_BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so far.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from torch import Tensor, nn
 
 from matrixtitan.optim import Muon
 from matrixtitan.optim import newton_schulz as ns
+from matrixtitan.optim.batching import orthogonalize
+from matrixtitan.optim.cpu.strips import Strips
+from matrixtitan.optim.newton_schulz import make_newton_schulz
+from matrixtitan.optim.products import WHOLE, Choice
 from matrixtitan.plan.cost import newton_schulz_flops
 from tools.ns_table import alternating_medians
 
@@ -73,12 +77,14 @@ def forms(seconds: float) -> None:
     print("|---" * (1 + 2 * len(DEPTHS)) + "|")
     for rows, cols in SHAPES:
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        settings = ns.make_newton_schulz()
+        settings = make_newton_schulz()
         choices = [
-            ns.FormChoice(form, d, d, onednn=False) for form in ("standard", "gram") for d in DEPTHS
+            Choice(form, Strips(d, d) if d else WHOLE)
+            for form in ("standard", "gram")
+            for d in DEPTHS
         ]  # type: ignore[arg-type]
         times = gpu_medians(
-            [partial(ns._iterate, x, settings, choice) for choice in choices], seconds
+            [partial(ns.iterate, x, settings, choice) for choice in choices], seconds
         )
         print(
             f"| {rows}x{cols} | " + " | ".join(f"{1e3 * t:.3f}" for t in times) + " |", flush=True
@@ -90,12 +96,12 @@ def batches(seconds: float) -> None:
     print("\n| shape | 8 alone ms | as a batch ms | ratio |\n|---|---|---|---|")
     for rows, cols in BATCHES:
         matrices = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-        alone = ns.make_newton_schulz(batch=False)
+        alone = make_newton_schulz(batch=False)
 
-        def together(matrices: list[Tensor] = matrices) -> None:
-            ns.orthogonalize_one(torch.stack(matrices), ns.make_newton_schulz()).unbind()
+        def batched(matrices: list[Tensor] = matrices) -> None:
+            ns.orthogonalize_one(torch.stack(matrices), make_newton_schulz()).unbind()
 
-        one, many = gpu_medians([partial(ns.orthogonalize, matrices, alone), together], seconds)
+        one, many = gpu_medians([partial(orthogonalize, matrices, alone), batched], seconds)
         print(
             f"| {rows}x{cols} | {1e3 * one:.3f} | {1e3 * many:.3f} | {one / many:.2f} |", flush=True
         )

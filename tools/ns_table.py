@@ -1,6 +1,6 @@
 """Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
 
-    python tools/ns_table.py --write         measure and rewrite matrixtitan/optim/newton_schulz_table.py (15 minutes)
+    python tools/ns_table.py --write         measure and rewrite optim/cpu/newton_schulz_table.py (15 minutes)
     python tools/ns_table.py --write-batches the same of what concerns batches alone (2 minutes)
     python tools/ns_table.py --report        our time against the plain iteration's, one thread, float32
 
@@ -24,11 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from matrixtitan.optim import cpu
 from matrixtitan.optim import newton_schulz as ns
-from matrixtitan.optim import onednn
-from matrixtitan.optim.newton_schulz_table import FormEntry
+from matrixtitan.optim.batching import orthogonalize
+from matrixtitan.optim.cpu import newton_schulz_table, onednn
+from matrixtitan.optim.cpu.newton_schulz_table import FormEntry
+from matrixtitan.optim.cpu.strips import Strips
+from matrixtitan.optim.newton_schulz import QUINTIC, make_newton_schulz
+from matrixtitan.optim.products import WHOLE, Choice
 
-TABLE = Path(ns.__file__).with_name("newton_schulz_table.py")
+TABLE = Path(newton_schulz_table.__file__)
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
 RATIOS = (1.0, 1.5, 2.0, 3.0, 4.0)
 DEPTHS = (0, 1, 2, 3)
@@ -73,8 +78,8 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
 {batched}}}
 """The same for batches of equal shapes, where a call's own cost is shared."""
 
-BATCH_ELEMENTS: dict[str, int] = {{"cpu": {batch_elements}, "cuda": 1 << 24}}
-"""Elements up to which equal shapes are multiplied as one batch; "cuda" is not measured."""
+BATCH_ELEMENTS = {batch_elements}
+"""Elements up to which equal shapes are multiplied as one batch."""
 
 ONEDNN_ROWS = {onednn_rows}
 """The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
@@ -113,7 +118,7 @@ def relative_medians(candidates: Sequence[Callable[[], object]], seconds: float)
 
 def plain(matrix: Tensor) -> Tensor:
     """torch.optim.Muon's iteration, as it is written there, in float32."""
-    a, b, c = ns.QUINTIC
+    a, b, c = QUINTIC
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.mT if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -129,7 +134,7 @@ def loop(matrices: Sequence[Tensor]) -> list[Tensor]:
     return [plain(matrix) for matrix in matrices]
 
 
-def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> ns.FormChoice:
+def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> FormEntry:
     """The fastest way of the whole iteration for (rows, rows * ratio), or for a batch of such.
 
     Depths are searched one after the other and in the whole iteration: a product that is timed alone finds its
@@ -138,22 +143,24 @@ def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> ns.F
     cols = round(rows * ratio)
     x = torch.randn(rows, cols)
     if batched:
-        x = x.expand(max(2, ns.batch_size(x.shape, x.device)), rows, cols).contiguous()
-    settings = ns.make_newton_schulz()
+        x = x.expand(max(2, cpu.batch_size(rows, cols)), rows, cols).contiguous()
+    settings = make_newton_schulz()
 
-    def fastest(choices: Sequence[ns.FormChoice], margin: float = 1.0) -> ns.FormChoice:
-        calls = [partial(ns._iterate, x, settings, choice) for choice in choices]
+    def fastest(entries: Sequence[FormEntry], margin: float = 1.0) -> FormEntry:
+        choices = [cpu.choice_of(entry) for entry in entries]
+        calls = [partial(ns.iterate, x, settings, choice) for choice in choices]
         times = relative_medians(calls, seconds)
         best = times.index(min(times))
-        return choices[best if times[best] * margin < 1 else 0]
+        return entries[best if times[best] * margin < 1 else 0]
 
-    whole = ns.FormChoice("standard", 0, 0, onednn=False)
+    whole: FormEntry = ("standard", 0, 0)
     found = []
-    for choice in (whole, whole._replace(form="gram")):
+    for form in ("standard", "gram"):
+        entry: FormEntry = (form, 0, 0)
         if not batched:
-            choice = fastest([choice._replace(wide_depth=depth) for depth in DEPTHS])
-            choice = fastest([choice._replace(depth=depth) for depth in DEPTHS])
-        found.append(choice)
+            entry = fastest([(form, depth, 0) for depth in DEPTHS])
+            entry = fastest([(form, entry[1], depth) for depth in DEPTHS])
+        found.append(entry)
     return fastest([whole, fastest(found)], MARGIN)
 
 
@@ -163,12 +170,12 @@ def batch_elements(seconds: float) -> int:
     Speeds are means of the logarithms of times; of each shape there are as many matrices as the largest limit takes.
     """
     logs = [0.0] * len(BATCH_LIMITS)
-    settings = ns.make_newton_schulz()
-    before = ns.BATCH_ELEMENTS["cpu"]
+    settings = make_newton_schulz()
+    before = cpu.BATCH_ELEMENTS
 
     def limited(matrices: list[Tensor], limit: int) -> None:
-        ns.BATCH_ELEMENTS["cpu"] = limit
-        ns.orthogonalize(matrices, settings)
+        cpu.BATCH_ELEMENTS = limit
+        orthogonalize(matrices, settings)
 
     for rows, cols in BATCH_SHAPES:
         count = BATCH_LIMITS[-1] // (rows * cols)
@@ -178,7 +185,7 @@ def batch_elements(seconds: float) -> int:
         )
         print(f"{rows}x{cols}", *(f"{t:.2f}" for t in times), flush=True)
         logs = [total + log(t) for total, t in zip(logs, times, strict=True)]
-    ns.BATCH_ELEMENTS["cpu"] = before
+    cpu.BATCH_ELEMENTS = before
     nearly = min(logs) + len(BATCH_SHAPES) * log(MARGIN)
     return next(limit for limit, total in zip(BATCH_LIMITS, logs, strict=True) if total < nearly)
 
@@ -186,16 +193,16 @@ def batch_elements(seconds: float) -> int:
 def onednn_rows(seconds: float) -> int:
     """The smallest size from which oneDNN's products are faster for square and 1:3 matrices; as before where absent."""
     if not onednn.pays():
-        return ns.ONEDNN_ROWS
-    settings = ns.make_newton_schulz()
+        return cpu.ONEDNN_ROWS
+    settings = make_newton_schulz()
     for rows in SIZES:
         wins = []
         for ratio in (1, 3):
             x = torch.randn(rows, rows * ratio)
-            form: ns.FormChoice = ns._table_entry(rows, rows * ratio, batched=False)
-            choices = [form, ns.FormChoice("gram" if ratio > 1 else "standard", 0, 0, onednn=True)]
+            table = cpu.table_choice(rows, rows * ratio, batched=False)
+            choices = [table, Choice("gram" if ratio > 1 else "standard", onednn.OneDnn())]
             times = alternating_medians(
-                [partial(ns._iterate, x, settings, choice) for choice in choices], seconds
+                [partial(ns.iterate, x, settings, choice) for choice in choices], seconds
             )
             wins.append(times[1] * MARGIN < times[0])
         if all(wins):
@@ -209,9 +216,8 @@ def measured_forms(sizes: Sequence[int], seconds: float, *, batched: bool = Fals
     for rows in sizes:
         forms[rows] = {}
         for ratio in RATIOS:
-            choice = best_form(rows, ratio, seconds, batched=batched)
-            print(rows, ratio, choice, flush=True)
-            forms[rows][ratio] = (choice.form, choice.wide_depth, choice.depth)
+            forms[rows][ratio] = best_form(rows, ratio, seconds, batched=batched)
+            print(rows, ratio, *forms[rows][ratio], flush=True)
     return forms
 
 
@@ -228,14 +234,14 @@ def body(forms: Forms) -> str:
 
 def write_table(seconds: float, *, batches_alone: bool) -> None:
     """Measure and write the module; the limits follow from the table that was there before."""
-    ns.BATCH_ELEMENTS["cpu"] = batch_elements(seconds)
-    forms = ns.FORMS if batches_alone else measured_forms(SIZES, seconds)
+    cpu.BATCH_ELEMENTS = batch_elements(seconds)
+    forms = cpu.FORMS if batches_alone else measured_forms(SIZES, seconds)
     TABLE.write_text(
         TEMPLATE.format(
             forms=body(forms),
             batched=body(measured_forms(BATCHED_SIZES, seconds, batched=True)),
-            batch_elements=ns.BATCH_ELEMENTS["cpu"],
-            onednn_rows=ns.ONEDNN_ROWS if batches_alone else onednn_rows(seconds),
+            batch_elements=cpu.BATCH_ELEMENTS,
+            onednn_rows=cpu.ONEDNN_ROWS if batches_alone else onednn_rows(seconds),
         )
     )
 
@@ -249,29 +255,30 @@ def report(seconds: float) -> None:
         "| shape | form | plain ms | ours ms | ratio | ratio, several | error of plain / ours |\n"
         "|---|---|---|---|---|---|---|"
     )
-    settings = ns.make_newton_schulz()
+    settings = make_newton_schulz()
     for shape in REPORT_SHAPES:
         matrices = [torch.randn(shape) for _ in range(SEVERAL)]
         matrix = matrices[0]
-        choice = ns.choose_form(matrix if shape[0] <= shape[1] else matrix.mT, "auto")
-        strips = f"strips {1 << choice.wide_depth}, {1 << choice.depth}"
-        products = "oneDNN" if choice.onednn else strips
+        choice = ns.choose(matrix if shape[0] <= shape[1] else matrix.mT)
+        products = {WHOLE: "whole", onednn.OneDnn(): "oneDNN"}.get(choice.products)
+        if isinstance(choice.products, Strips):
+            products = f"strips {1 << choice.products.wide_depth}, {1 << choice.products.depth}"
         before, after = alternating_medians(
-            [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
+            [partial(plain, matrix), partial(orthogonalize, [matrix], settings)], seconds
         )
-        looped, together = alternating_medians(
+        looped, batched = alternating_medians(
             [
                 partial(loop, matrices),
-                partial(ns.orthogonalize, matrices, settings),
+                partial(orthogonalize, matrices, settings),
             ],
             seconds,
         )
         exact = plain(matrix.double())
-        results = (plain(matrix), ns.orthogonalize([matrix], settings)[0])
+        results = (plain(matrix), orthogonalize([matrix], settings)[0])
         errors = [(result.double() - exact).abs().max().item() for result in results]
         print(
             f"| {shape[0]}x{shape[1]} | {choice.form}, {products} | {before * 1e3:.3f} | {after * 1e3:.3f} "
-            f"| {before / after:.2f} | {looped / together:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
+            f"| {before / after:.2f} | {looped / batched:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
             flush=True,
         )
 

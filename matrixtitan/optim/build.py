@@ -20,8 +20,7 @@ from torch import Tensor
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.rules import AdamWRule, StateSpec
-from matrixtitan.rules.adamw import adamw_state
+from matrixtitan.rules import AdamWRule, Rule
 
 VECTOR_ELEMENTS = 64
 """No vector of a CPU holds more bfloat16 or float32 elements."""
@@ -76,22 +75,19 @@ class Optimizers:
 
     def state_tensors(self) -> list[StateTensor]:
         """The state that exists, by parameter name; the tensors themselves, not copies."""
-        return [
-            StateTensor(fqn, name, tensor, _state_specs(optimizer, param, group)[name].per_row)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for fqn, param in named_params(group)
-            for name, tensor in optimizer.state.get(param, {}).items()
-        ]
+        found = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                rule = _rule_of(optimizer, group)
+                for fqn, param in named_params(group):
+                    specs = rule.state(tuple(param.shape))
+                    state = optimizer.state.get(param, {})
+                    found += [StateTensor(fqn, n, t, specs[n].per_row) for n, t in state.items()]
+        return found
 
 
-def _state_specs(
-    optimizer: torch.optim.Optimizer, param: Tensor, group: ParamGroup
-) -> dict[str, StateSpec]:
-    shape = tuple(param.shape)
-    if isinstance(optimizer, MatrixOptimizer):
-        return optimizer.state_specs(shape, group)
-    return adamw_state(shape)
+def _rule_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
+    return optimizer.rule_of(group) if isinstance(optimizer, MatrixOptimizer) else AdamWRule()
 
 
 def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> Optimizers:

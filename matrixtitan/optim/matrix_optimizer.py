@@ -1,22 +1,24 @@
-"""The step loop that Muon, Shampoo and SOAP share: which tensors a step touches, how they are cut into matrices.
+"""The step loop that Muon, Shampoo and SOAP share.
 
-Owns input checks, state allocation and the cut into blocks. It holds no update rule (see `muon.py`, `shampoo.py`,
-`soap.py`) and never communicates: a parameter is a plain tensor that is here whole, or it is not here.
+Owns the checks of parameters, state allocation and the cut into blocks of rows. An option's check
+and the state's shapes are the rule's (`rules/`), the update is the subclass's (`muon.py`,
+`shampoo.py`, `soap.py`). Never communicates: a parameter is a plain tensor that is here whole, or
+has no rows here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
-from math import isfinite
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from matrixtitan.rules.base import Shape, StateSpec
+from matrixtitan.options import Range
+from matrixtitan.rules.base import Rule, StateSpec
 
 ParamGroup = dict[str, Any]
 
@@ -24,28 +26,37 @@ ParamGroup = dict[str, Any]
 class MatrixOptimizer(torch.optim.Optimizer, ABC):
     """Base of the matrix optimizers: parameters are matrices (R, C) or stacks of them (E, R, C).
 
-    Every slice of a stack is a matrix of its own. A group's `block_rows`, where the rule allows it, cuts a matrix
-    into blocks of so many rows (attention heads) that are matrices of their own too. Tensors with zero rows, a
-    parameter that another rank owns, are passed over.
+    Every slice of a stack is a matrix of its own. Where `cuts_blocks`, a group's `block_rows` cuts
+    each of its matrices into blocks of so many rows (attention heads), which are matrices of their
+    own too. Tensors with zero rows (another rank owns the parameter) are passed over.
     """
+
+    cuts_blocks: ClassVar[bool] = False
 
     def __init__(self, params: Iterable[Any], defaults: ParamGroup) -> None:
         super().__init__(params, {"block_rows": None, **defaults})
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group; ValueError where an option or a parameter's shape cannot be."""
+        """Add a group. ValueError for an option or a parameter that cannot be."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        check_range("lr", group["lr"], 0.0)
-        check_range("weight_decay", group["weight_decay"], 0.0)
+        for name in ("lr", "weight_decay"):
+            if not Range(low=0).holds(group[name]):
+                raise ValueError(f"{name} is {group[name]}; it must be {Range(low=0)}")
+        self.rule_of(group).require()
         block_rows = group["block_rows"]
         if block_rows is not None:
-            check_count("block_rows", block_rows, 1)
+            check_count("block_rows", block_rows)
+            if not self.cuts_blocks:
+                raise ValueError(
+                    f"block_rows is {block_rows}, but {type(self).__name__} does not cut matrices "
+                    "into blocks of rows: leave it out"
+                )
         for name, param in named_params(group):
             if param.ndim not in (2, 3):
                 raise ValueError(
-                    f"{name} has shape {tuple(param.shape)}; {type(self).__name__} takes matrices (R, C) and stacks of "
-                    "them (E, R, C): give it to AdamW"
+                    f"{name} has shape {tuple(param.shape)}; {type(self).__name__} takes matrices "
+                    "(R, C) and stacks of them (E, R, C): give it to AdamW"
                 )
             if param.is_complex():
                 raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
@@ -53,11 +64,10 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                 raise ValueError(
                     f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows"
                 )
-        self.check_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Returns what `closure` returned, if one is given."""
+        """Update every parameter that has a gradient. Returns the result of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,9 +88,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def allocate_state(self) -> None:
-        """Allocate the state of every parameter from its shape, so that a checkpoint can be loaded in place.
+        """Allocate the state of every parameter from its shape, before a checkpoint is loaded in place.
 
-        State that exists is left as it is.
+        Existing state is left as it is.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -93,14 +103,16 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             self.state[param].update(self.initial_state(param, group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class does, but state keeps its dtype: float32 beside bfloat16 parameters too.
+        """Load as the base class does, but keep the dtype of float32 state beside bfloat16 parameters.
 
-        ValueError where the state is another optimizer's, or of parameters of other shapes; nothing has changed then.
+        ValueError where the state is another optimizer's or its shapes differ. Nothing has changed
+        then.
         """
         for group in state_dict["param_groups"]:
             if missing := [name for name in self.defaults if name not in group]:
                 raise ValueError(
-                    f"the state is not {type(self).__name__}'s: its parameter groups lack {', '.join(missing)}"
+                    f"the state is not {type(self).__name__}'s: its parameter groups lack "
+                    f"{', '.join(missing)}"
                 )
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for index, (name, param) in zip(saved["params"], named_params(group), strict=False):
@@ -117,31 +129,28 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
     def _check_state(
         self, name: str, param: Tensor, group: ParamGroup, state: dict[str, Tensor]
     ) -> None:
-        """ValueError unless `state` has the names and shapes that `param` needs under the options of `group`."""
+        """ValueError unless `state` has the names and shapes that `param` needs in `group`."""
         needed = self.initial_state(param.detach().to("meta"), group)
         theirs, ours = ({(k, *t.shape) for k, t in tensors.items()} for tensors in (state, needed))
         if theirs != ours:
             raise ValueError(
-                f"the state of {name} holds {sorted(theirs - ours)}, where a parameter of shape {tuple(param.shape)} "
-                f"needs {sorted(ours - theirs)} (name and shape): load it into the model that it was saved from"
+                f"the state of {name} holds {sorted(theirs - ours)}, where a parameter of shape "
+                f"{tuple(param.shape)} needs {sorted(ours - theirs)} (name and shape): load it into "
+                "the model that it was saved from"
             )
 
     @abstractmethod
-    def check_group(self, group: ParamGroup) -> None:
-        """Raise ValueError where the group's options cannot be."""
-
-    @abstractmethod
-    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
-        """What the state of a parameter of this shape consists of, by name."""
+    def rule_of(self, group: ParamGroup) -> Rule:
+        """The rule with the group's options, which checks them and says what the state is."""
 
     def initial_state(self, param: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         """The state of a parameter that has taken no step."""
-        specs = self.state_specs(tuple(param.shape), group)
+        specs = self.rule_of(group).state(tuple(param.shape))
         return {name: _new_state(spec, param) for name, spec in specs.items()}
 
     @abstractmethod
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
-        """One step of the rule for parameters of one group, at least one, that have gradients and state."""
+        """One step for at least one parameter of a group; all of them have gradients and state."""
 
 
 def _new_state(spec: StateSpec, param: Tensor) -> Tensor:
@@ -168,29 +177,13 @@ def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:
 
 
 def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
-    """A view of `tensor` whose last two dims are a matrix: (R, C) and (E, R, C) as they are, blocks as (B, rows, C)."""
+    """A view whose last two dims are a matrix: (R, C) and (E, R, C) as they are, or (B, rows, C)."""
     if tensor.ndim == 2 and block_rows is not None and block_rows != tensor.size(0):
         return tensor.unflatten(0, (-1, block_rows))
     return tensor
 
 
-def check_range(
-    name: str, value: float, low: float, high: float = float("inf"), *, open_high: bool = False
-) -> None:
-    """ValueError unless `value` is finite and low <= value <= high, or < high with `open_high`."""
-    if not (isfinite(value) and low <= value <= high) or (open_high and value == high):
-        raise ValueError(
-            f"{name} is {value}; it must be from {low} to {high}{' (exclusive)' if open_high else ''}"
-        )
-
-
-def check_count(name: str, value: object, low: int) -> None:
-    """ValueError unless `value` is a whole number, at least `low`."""
-    if not isinstance(value, Integral) or int(value) < low:
-        raise ValueError(f"{name} is {value}; it must be a whole number, at least {low}")
-
-
-def check_betas(betas: Sequence[float]) -> None:
-    """ValueError unless there are two."""
-    if len(betas) != 2:
-        raise ValueError(f"betas is {tuple(betas)}; it must hold two numbers")
+def check_count(name: str, value: object) -> None:
+    """ValueError unless `value` is a positive whole number."""
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{name} is {value}; it must be a whole number, at least 1")

@@ -1,7 +1,7 @@
 """Eigenbases and inverse roots of symmetric factors: pure functions, for Shampoo and SOAP.
 
-Work is done in float32; a decomposition that fails is tried again in float64. What to do when that fails too is the
-caller's (`refresh.py`). Every function takes one matrix (n, n) or a stack (..., n, n).
+Every function takes one matrix (n, n) or a stack (..., n, n). The eigensolver works in float32, and
+again in float64 where that fails. Where both fail, `refresh.py` decides what to do.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class DecompositionError(RuntimeError):
-    """A factor could not be decomposed, in float64 neither."""
+    """A factor could not be decomposed, not even in float64."""
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (..., n), ascending, and eigenvectors (..., n, n) in columns, in the matrix's dtype.
+    """Ascending eigenvalues (..., n) and eigenvectors (..., n, n) in columns, in the matrix's dtype.
 
-    Raises DecompositionError where the matrix is not finite or neither precision converges.
+    DecompositionError where the matrix is not finite or the solver converges in neither precision.
     """
     if not bool(matrix.isfinite().all()):
         raise DecompositionError("the matrix has non-finite entries")
@@ -28,13 +28,13 @@ def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
             continue  # the solver did not converge: try more precision
         if bool(values.isfinite().all()) and bool(vectors.isfinite().all()):
             return values.to(matrix.dtype), vectors.to(matrix.dtype)
-    raise DecompositionError("the eigensolver did not converge, in float64 neither")
+    raise DecompositionError("the eigensolver did not converge, not even in float64")
 
 
 def inverse_root(matrix: Tensor, root: int, eps: float) -> Tensor:
     """(A + shift I)^(-1/root) of a symmetric A that should be positive semi-definite.
 
-    The spectrum is shifted up by its most negative eigenvalue, if any, and by `eps`.
+    The shift is `eps`, plus the size of the most negative eigenvalue where there is one.
     """
     values, vectors = symmetric_eigen(matrix)
     lowest = values.amin(dim=-1, keepdim=True).clamp(max=0.0)
@@ -51,11 +51,11 @@ def eigenbasis(matrix: Tensor) -> Tensor:
 
 
 def refine_eigenbasis(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """One power iteration from an old eigenbasis, orthonormalised by QR: (new basis, order of the old columns).
+    """One power iteration from an old eigenbasis, orthonormalised by QR: (new basis, column order).
 
-    Columns are sorted first by descending diagonal of Q^T A Q; `order` (..., n) says how, so that what is kept in
-    the old basis can be permuted alike. Raises DecompositionError where the result is not finite.
-    https://arxiv.org/abs/2409.11321
+    The old columns are first sorted by descending diagonal of Q^T A Q. `order` (..., n) is that
+    permutation, for whatever else is kept in the old basis. DecompositionError where the result is
+    not finite. https://arxiv.org/abs/2409.11321
     """
     product = matrix @ basis
     estimates = (basis * product).sum(dim=-2)

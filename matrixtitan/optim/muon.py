@@ -1,28 +1,22 @@
 """Muon: momentum, orthogonalised by Newton-Schulz. https://kellerjordan.github.io/posts/muon/
 
-Owns the optimizer class and the pure pieces it is made of (`momentum_update`, `learning_rate_scale`), which other
-data-parallel strategies reuse on matrices that they gathered. It never communicates. Next: `newton_schulz.py`.
+Owns the optimizer class and the pure functions that it is made of (`momentum_update`,
+`learning_rate_scale`), which other data-parallel strategies reuse on matrices that they gathered.
+Never communicates. Next: `newton_schulz.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import sqrt
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
+from matrixtitan.optim.batching import batch_indices, orthogonalize
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices
-from matrixtitan.optim.newton_schulz import (
-    Dtype,
-    Form,
-    NewtonSchulz,
-    make_newton_schulz,
-    orthogonalize,
-    together,
-)
-from matrixtitan.rules.base import Shape, StateSpec
-from matrixtitan.rules.muon import MuonRule
+from matrixtitan.optim.newton_schulz import NewtonSchulz, make_newton_schulz
+from matrixtitan.rules.muon import Coefficients, MuonRule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
 
@@ -30,14 +24,19 @@ Scale = Literal["original", "match_rms_adamw", "spectral"]
 class Muon(MatrixOptimizer):
     """Muon over matrices (R, C) and stacks of them (E, R, C).
 
-    buffer = lerp(buffer, grad, 1 - momentum); update = lerp(grad, buffer, momentum) with `nesterov`, else the buffer;
-    param = (1 - lr weight_decay) param - lr scale(R, C) orthogonalize(update).
+    buffer = lerp(buffer, grad, 1 - momentum)
+    update = lerp(grad, buffer, momentum) with `nesterov`, else the buffer
+    param = (1 - lr weight_decay) param - lr scale(R, C) orthogonalize(update)
 
-    `scale`: "original" sqrt(max(1, R/C)), "match_rms_adamw" 0.2 sqrt(max(R, C)) (https://arxiv.org/abs/2502.16982),
-    "spectral" sqrt(R/C) (https://arxiv.org/abs/2310.17813); R and C are those of the matrix that is orthogonalised:
-    a slice of a stack, or a block where the group has `block_rows`. For `ns_coefficients`, `ns_dtype`, `ns_form`
-    and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that cannot be.
+    `scale` is "original", sqrt(max(1, R/C)); "match_rms_adamw", 0.2 sqrt(max(R, C))
+    (https://arxiv.org/abs/2502.16982); or "spectral", sqrt(R/C) (https://arxiv.org/abs/2310.17813).
+    R and C are those of the matrix that is orthogonalised: a slice of a stack, or a block where the
+    group has `block_rows`. `ns_coefficients` is "quintic", "polar_express", one triple for every
+    step, or a list of triples, one for each. For `ns_dtype` and `batch` see
+    `newton_schulz.NewtonSchulz`. ValueError for an option that `MuonRule` finds a problem in.
     """
+
+    cuts_blocks = True
 
     def __init__(
         self,
@@ -47,10 +46,9 @@ class Muon(MatrixOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
+        ns_coefficients: Coefficients = "quintic",
         scale: Scale = "original",
-        ns_dtype: Dtype = "auto",
-        ns_form: Form = "auto",
+        ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         batch: bool = True,
         block_rows: int | None = None,
     ) -> None:
@@ -65,23 +63,26 @@ class Muon(MatrixOptimizer):
                 "ns_coefficients": ns_coefficients,
                 "scale": scale,
                 "ns_dtype": ns_dtype,
-                "ns_form": ns_form,
                 "batch": batch,
                 "block_rows": block_rows,
             },
         )
 
-    def check_group(self, group: ParamGroup) -> None:
-        MuonRule(momentum=group["momentum"], scale=group["scale"]).require()
-        newton_schulz_of(group)
-
-    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
-        return MuonRule().state(shape)
+    def rule_of(self, group: ParamGroup) -> MuonRule:
+        return MuonRule(
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            ns_steps=group["ns_steps"],
+            ns_coefficients=group["ns_coefficients"],
+            ns_dtype=group["ns_dtype"],
+            ns_batch=group["batch"],
+            scale=group["scale"],
+        )
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)
         shapes = [as_matrices(param, group["block_rows"]).shape for param in params]
-        for indices in together(shapes, params[0].device):
+        for indices in batch_indices(shapes, params[0].device):
             batch = [params[i] for i in indices]
             updates = []
             for param in batch:
@@ -94,23 +95,23 @@ class Muon(MatrixOptimizer):
 
 
 def momentum_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: bool) -> Tensor:
-    """Advance `buffer` in place to the average with weight 1 - momentum on `grad`; return what to orthogonalise.
+    """Advance `buffer` in place to the average with weight 1 - momentum on `grad`.
 
-    Elementwise, so it may be applied to a shard of rows. The result may be `buffer` itself: do not change it.
+    Returns the update to orthogonalise. It may be `buffer` itself: do not change it. All of it is
+    elementwise, so it may be applied to a shard of rows.
     """
     buffer.lerp_(grad, 1 - momentum)
     return grad.lerp(buffer, momentum) if nesterov else buffer
 
 
 def learning_rate_scale(scale: str, rows: int, cols: int) -> float:
-    """What lr is multiplied by for a matrix of the full logical shape (rows, cols). ValueError for an unknown name."""
+    """The factor on lr for a matrix of the full logical shape (rows, cols)."""
     if scale == "original":
         return sqrt(max(1, rows / cols))
     if scale == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, cols))
-    if scale == "spectral":
-        return sqrt(rows / cols)
-    raise ValueError(f"scale is {scale!r}; choose one of {', '.join(get_args(Scale))}")
+    assert scale == "spectral", scale
+    return sqrt(rows / cols)
 
 
 def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
@@ -119,7 +120,6 @@ def newton_schulz_of(group: ParamGroup) -> NewtonSchulz:
         group["ns_coefficients"],
         group["ns_steps"],
         dtype=group["ns_dtype"],
-        form=group["ns_form"],
         batch=group["batch"],
     )
 

@@ -1,7 +1,7 @@
 """Shampoo: a matrix preconditioner on each side of the gradient. https://arxiv.org/abs/1802.09568
 
-Owns the optimizer class, with the rules of https://arxiv.org/abs/2309.06497: bias-corrected factors, grafting, blocks
-for long sides. It never communicates. Next: `matrix_roots.py`.
+Owns the optimizer class. Bias-corrected factors, grafting and blocks for long sides follow
+https://arxiv.org/abs/2309.06497. Never communicates. Next: `matrix_roots.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import (
-    MatrixOptimizer,
-    ParamGroup,
-    check_range,
-    named_params,
-)
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
 from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
-from matrixtitan.rules.base import Shape, StateSpec
-from matrixtitan.rules.shampoo import ShampooRule, Tile, shampoo_state, tiles
+from matrixtitan.rules.shampoo import ShampooRule, Tile, tiles
 
 INVERSE_ROOT = 4
 """2 x the number of sides: the preconditioner is L^(-1/4) G R^(-1/4)."""
@@ -31,15 +25,17 @@ INVERSE_ROOT = 4
 class Shampoo(MatrixOptimizer):
     """Shampoo over matrices (R, C) and stacks of them (E, R, C).
 
-    Factors L = EMA(G G^T), R = EMA(G^T G) with `betas[1]` (plain sums where it is 1); their inverse fourth roots, plus
-    `eps` on the spectrum, are recomputed at `start_preconditioning_step` and then at every step that
-    `precondition_frequency` divides. They act on the gradient's EMA with `betas[0]` (the gradient itself where it is
-    0). `use_bias_correction` is for both averages. A side longer than `max_precond_dim` is cut into blocks of
-    that length; every block of the matrix has its own factors and is grafted alone.
+    Factors L = EMA(G G^T), R = EMA(G^T G) decay by `betas[1]` (plain sums where it is 1). Their
+    inverse fourth roots, with `eps` added to the spectrum, are computed at
+    `start_preconditioning_step` and then at every step that `precondition_frequency` divides. They
+    act on the gradient's EMA with `betas[0]`, or on the gradient itself where that is 0.
+    `use_bias_correction` is for both averages. A side longer than `max_precond_dim` is cut into
+    blocks of that length. Every block has its own factors and is grafted alone.
 
-    `graft`: ("adam", beta2, eps), ("rmsprop", beta2, eps), ("adagrad", eps), ("sgd",) or None: the method that gives
-    each update its norm, and steps alone before `start_preconditioning_step`. Decay is decoupled, with the plain lr.
-    `stagger`, `max_failures` and `failures` are as in `soap.SOAP`. State is float32.
+    `graft` is the method that gives each update its norm, and steps alone before
+    `start_preconditioning_step`: ("adam", beta2, eps), ("rmsprop", beta2, eps), ("adagrad", eps),
+    ("sgd",) or None. Decay is decoupled, with the plain lr. `stagger`, `max_failures` and `failures`
+    are as in `soap.SOAP`. State is float32.
     """
 
     def __init__(
@@ -74,25 +70,19 @@ class Shampoo(MatrixOptimizer):
             },
         )
 
-    def check_group(self, group: ParamGroup) -> None:
-        ShampooRule(
+    def rule_of(self, group: ParamGroup) -> ShampooRule:
+        graft = _Graft.parse(group["graft"])
+        return ShampooRule(
             betas=group["betas"],
             eps=group["eps"],
             precondition_frequency=group["precondition_frequency"],
+            start_preconditioning_step=group["start_preconditioning_step"],
             max_precond_dim=group["max_precond_dim"],
-        ).require()
-        _Graft.parse(group["graft"])
-        if group["block_rows"] is not None:
-            raise ValueError(
-                "Shampoo does not cut matrices into blocks of rows: leave block_rows out"
-            )
-
-    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
-        return shampoo_state(
-            shape,
-            group["max_precond_dim"],
-            averages=group["betas"][0] > 0,
-            grafts=_Graft.parse(group["graft"]).has_state,
+            # the rule's only graft with a second moment stands for all that keep one
+            graft="adam" if graft.has_state else "none",
+            graft_beta=graft.beta2,
+            graft_eps=graft.eps,
+            stagger=group["stagger"],
         )
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
@@ -153,17 +143,17 @@ class _Graft(NamedTuple):
 
     @staticmethod
     def parse(spec: Sequence[Any] | None) -> _Graft:
-        """From the option; kind "none" for None. ValueError for anything that it cannot be."""
+        """From the option; kind "none" for None. ValueError for an unknown method."""
         match tuple(spec) if spec is not None else ("none",):
             case ("none" | "sgd" as kind,):
                 return _Graft(kind, 1.0, 0.0)
             case ("adagrad", eps):
                 return _Graft("adagrad", 1.0, float(eps))
             case ("adam" | "rmsprop" as kind, beta2, eps):
-                check_range("graft's beta2", beta2, 0.0, 1.0)
                 return _Graft(kind, float(beta2), float(eps))
         raise ValueError(
-            f"graft is {spec!r}; take ('adam', beta2, eps), ('rmsprop', beta2, eps), ('adagrad', eps), ('sgd',) or None"
+            f"graft is {spec!r}; take ('adam', beta2, eps), ('rmsprop', beta2, eps), "
+            "('adagrad', eps), ('sgd',) or None"
         )
 
 
@@ -220,7 +210,7 @@ def _average(state: dict[str, Tensor], grad: Tensor, step: int, group: ParamGrou
 
 
 def _grafted(state: dict[str, Tensor], average: Tensor, step: int, graft: _Graft) -> Tensor | None:
-    """What the grafted method would step by; None without one."""
+    """The step of the grafted method; None without one."""
     if graft.kind == "none":
         return None
     if graft.kind == "sgd":

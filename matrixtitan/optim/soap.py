@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors. https://arxiv.org/abs/2409.11321
 
-Owns the optimizer class. The rules that the paper leaves open are those of its authors' implementation: the first
-step only builds the bases. It never communicates. Next: `matrix_roots.py`.
+Owns the optimizer class. What the paper leaves open follows its authors' implementation: the first
+step only builds the bases. Never communicates. Next: `matrix_roots.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, name
 from matrixtitan.optim.matrix_roots import DecompositionError, eigenbasis, refine_eigenbasis
 from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset
-from matrixtitan.rules.base import Shape, StateSpec
-from matrixtitan.rules.soap import SOAPRule, soap_state
+from matrixtitan.rules.soap import SOAPRule
 
 
 class SOAP(MatrixOptimizer):
     """SOAP over matrices (R, C) and stacks of them (E, R, C).
 
-    Factors L = EMA(G G^T) and R = EMA(G^T G) decay by `shampoo_beta` (`betas[1]` where it is negative). Adam's moments
-    live in their eigenbases, refreshed every `precondition_frequency` steps by one power iteration and QR. A side
-    longer than `max_precond_dim` is left as it is. `stagger` moves each parameter's refreshes by a number of steps
-    that depends on its name, so that no step pays for all of them. `normalize_grads` scales each update to unit RMS;
-    `correct_bias` is Adam's. A failed decomposition keeps the old basis; `max_failures` in a row raise RuntimeError,
-    and `failures.total` counts them. State is float32.
+    Factors L = EMA(G G^T) and R = EMA(G^T G) decay by `shampoo_beta`, or by `betas[1]` where that is
+    negative. Adam's moments live in the factors' eigenbases, which one power iteration and QR
+    refresh every `precondition_frequency` steps. A side longer than `max_precond_dim` has no factor.
+    `stagger` moves each parameter's refreshes by a number of steps that depends on its name, so that
+    no step pays for all of them. `normalize_grads` scales each update to unit RMS. `correct_bias` is
+    Adam's. A failed decomposition keeps the old basis, and `failures.total` counts it. After
+    `max_failures` in a row a step raises RuntimeError. State is float32.
     """
 
     def __init__(
@@ -64,14 +64,15 @@ class SOAP(MatrixOptimizer):
             },
         )
 
-    def check_group(self, group: ParamGroup) -> None:
-        names = ("betas", "shampoo_beta", "eps", "precondition_frequency", "max_precond_dim")
-        SOAPRule(**{name: group[name] for name in names}).require()
-        if group["block_rows"] is not None:
-            raise ValueError("SOAP does not cut matrices into blocks of rows: leave block_rows out")
-
-    def state_specs(self, shape: Shape, group: ParamGroup) -> dict[str, StateSpec]:
-        return soap_state(shape, group["max_precond_dim"])
+    def rule_of(self, group: ParamGroup) -> SOAPRule:
+        return SOAPRule(
+            betas=group["betas"],
+            eps=group["eps"],
+            shampoo_beta=group["shampoo_beta"],
+            precondition_frequency=group["precondition_frequency"],
+            max_precond_dim=group["max_precond_dim"],
+            stagger=group["stagger"],
+        )
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         names = {param: name for name, param in named_params(group)}
@@ -96,12 +97,13 @@ class SOAP(MatrixOptimizer):
             try:
                 basis.copy_(eigenbasis(state[f"{side}_factor"]))
                 self.failures.success(f"{name} ({side})")
-            except DecompositionError as error:  # Adam in the plain basis until the next refresh
+            except DecompositionError as error:
                 self.failures.failure(f"{name} ({side})", error)
+                # Adam in the plain basis until the next refresh
                 basis.copy_(torch.eye(basis.size(-1), device=basis.device).expand_as(basis))
 
     def _refresh_bases(self, state: dict[str, Tensor], name: str) -> None:
-        """New bases; the first moment goes through the original one, the second is permuted as the columns are."""
+        """New bases. The first moment is carried over exactly, the second permuted as the columns are."""
         exp_avg = _project_back(state["exp_avg"], state)
         for side, dim in _sides(state).items():
             try:

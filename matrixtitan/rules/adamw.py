@@ -28,16 +28,12 @@ class AdamWRule(Rule):
         return {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
 
     def state(self, shape: Shape) -> dict[str, StateSpec]:
-        return adamw_state(shape)
+        """As torch's AdamW keeps it, of a parameter of any shape."""
+        return {
+            "step": StateSpec((), per_row=False, dtype="float32"),
+            "exp_avg": StateSpec(shape, per_row=True),
+            "exp_avg_sq": StateSpec(shape, per_row=True),
+        }
 
     def flops(self, rows: int, cols: int) -> int:
         return ADAMW_FLOPS * rows * cols
-
-
-def adamw_state(shape: Shape) -> dict[str, StateSpec]:
-    """What torch's AdamW keeps of a parameter of any shape."""
-    return {
-        "step": StateSpec((), per_row=False, dtype="float32"),
-        "exp_avg": StateSpec(shape, per_row=True),
-        "exp_avg_sq": StateSpec(shape, per_row=True),
-    }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
-from matrixtitan.options import key
+from matrixtitan.options import key, not_one_of
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.rules.base import Rule, Shape, StateSpec
+
+Triple = tuple[float, float, float]
+Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
+NAMED_COEFFICIENTS = ("quintic", "polar_express")
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,17 @@ class MuonRule(Rule):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if isinstance(self.ns_coefficients, str):
+        coefficients: Any = self.ns_coefficients
+        if isinstance(coefficients, str):
+            if coefficients not in NAMED_COEFFICIENTS:
+                yield not_one_of("ns_coefficients", coefficients, NAMED_COEFFICIENTS)
             return
-        triples = self.ns_coefficients
-        if not triples or any(len(t) != 3 or not all(map(isfinite, t)) for t in triples):
-            yield "ns_coefficients must hold triples of finite numbers, one per step"
+        triples = as_triples(coefficients)
+        if not triples:
+            yield (
+                "ns_coefficients must hold triples of finite numbers, one per step; "
+                f"it is {coefficients!r}"
+            )
         if len(triples) > self.ns_steps:
             yield (
                 f"ns_coefficients holds {len(triples)} triples for ns_steps {self.ns_steps}; "
@@ -73,3 +83,16 @@ class MuonRule(Rule):
 
     def flops(self, rows: int, cols: int) -> int:
         return newton_schulz_flops(rows, cols, self.ns_steps)
+
+
+def as_triples(coefficients: Any) -> tuple[Triple, ...]:
+    """The (a, b, c) of a list of triples, or of one triple; empty where it is neither."""
+    rows = list(coefficients) if isinstance(coefficients, Sequence) else []
+    if rows and not isinstance(rows[0], Sequence):
+        rows = [rows]
+    for row in rows:
+        if not isinstance(row, Sequence) or len(row) != 3:
+            return ()
+        if not all(isinstance(number, (int, float)) and isfinite(number) for number in row):
+            return ()
+    return tuple((float(a), float(b), float(c)) for a, b, c in rows)

@@ -63,8 +63,19 @@ class ShampooRule(Rule):
         }
 
     def state(self, shape: Shape) -> dict[str, StateSpec]:
-        averages, grafts = self.betas[0] > 0, self.graft == "adam"
-        return shampoo_state(shape, self.max_precond_dim, averages=averages, grafts=grafts)
+        """A factor and its inverse root for each side of each block, and the averages kept."""
+        state = {"step": StateSpec((), per_row=False, dtype="int64")}
+        if self.betas[0] > 0:
+            state["exp_avg"] = StateSpec(shape, per_row=True, dtype="float32")
+        if self.graft == "adam":
+            state["graft_avg_sq"] = StateSpec(shape, per_row=True, dtype="float32")
+        *stack, rows, cols = shape
+        for tile in tiles(rows, cols, self.max_precond_dim):
+            for side, size in (("left", tile.rows), ("right", tile.cols)):
+                square, per_row = (*stack, size, size), bool(stack)
+                state[f"{side}_factor{tile.suffix}"] = StateSpec(square, per_row, "float32")
+                state[f"{side}_root{tile.suffix}"] = StateSpec(square, per_row, "float32", "eye")
+        return state
 
     def flops(self, rows: int, cols: int) -> int:
         """Each step updates the factors and multiplies by their roots.
@@ -101,21 +112,3 @@ def tiles(rows: int, cols: int, longest: int) -> Iterator[Tile]:
         for left in range(0, cols, longest):
             suffix = f".{top // longest}.{left // longest}"
             yield Tile(top, left, min(longest, rows - top), min(longest, cols - left), suffix)
-
-
-def shampoo_state(
-    shape: Shape, max_precond_dim: int, *, averages: bool, grafts: bool
-) -> dict[str, StateSpec]:
-    """A factor and its inverse root for each side of each block, and the averages that are kept."""
-    state = {"step": StateSpec((), per_row=False, dtype="int64")}
-    if averages:
-        state["exp_avg"] = StateSpec(shape, per_row=True, dtype="float32")
-    if grafts:
-        state["graft_avg_sq"] = StateSpec(shape, per_row=True, dtype="float32")
-    *stack, rows, cols = shape
-    for tile in tiles(rows, cols, max_precond_dim):
-        for side, size in (("left", tile.rows), ("right", tile.cols)):
-            square = (*stack, size, size)
-            state[f"{side}_factor{tile.suffix}"] = StateSpec(square, bool(stack), "float32")
-            state[f"{side}_root{tile.suffix}"] = StateSpec(square, bool(stack), "float32", "eye")
-    return state

@@ -38,7 +38,17 @@ class SOAPRule(Rule):
         }
 
     def state(self, shape: Shape) -> dict[str, StateSpec]:
-        return soap_state(shape, self.max_precond_dim)
+        state = {
+            "step": StateSpec((), per_row=False, dtype="int64"),
+            "exp_avg": StateSpec(shape, per_row=True, dtype="float32"),
+            "exp_avg_sq": StateSpec(shape, per_row=True, dtype="float32"),
+        }
+        *stack, rows, cols = shape
+        for side, size in (("left", rows), ("right", cols)):
+            if size <= self.max_precond_dim:
+                for name in (f"{side}_factor", f"{side}_basis"):
+                    state[name] = StateSpec((*stack, size, size), bool(stack), "float32")
+        return state
 
     def flops(self, rows: int, cols: int) -> int:
         """Each step updates the factors and changes basis three times (gradient, moment, update).
@@ -52,18 +62,3 @@ class SOAPRule(Rule):
         refresh = 4 * cubes + 8 * cubes // 3 + 2 * product
         step = ADAMW_FLOPS * rows * cols + 4 * product
         return step + refresh // self.precondition_frequency
-
-
-def soap_state(shape: Shape, max_precond_dim: int) -> dict[str, StateSpec]:
-    """A factor and its eigenbasis for each side that is not too long, and both moments."""
-    state = {
-        "step": StateSpec((), per_row=False, dtype="int64"),
-        "exp_avg": StateSpec(shape, per_row=True, dtype="float32"),
-        "exp_avg_sq": StateSpec(shape, per_row=True, dtype="float32"),
-    }
-    *stack, rows, cols = shape
-    for side, size in (("left", rows), ("right", cols)):
-        if size <= max_precond_dim:
-            for name in (f"{side}_factor", f"{side}_basis"):
-                state[name] = StateSpec((*stack, size, size), bool(stack), "float32")
-    return state

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from matrixtitan.optim.batching import batch_indices, orthogonalize
 from matrixtitan.optim.matrix_optimizer import ParamGroup, as_matrices, named_params
 from matrixtitan.optim.muon import (
     Muon,
@@ -29,7 +30,7 @@ from matrixtitan.optim.muon import (
     momentum_update,
     newton_schulz_of,
 )
-from matrixtitan.optim.newton_schulz import NewtonSchulz, orthogonalize, together
+from matrixtitan.optim.newton_schulz import NewtonSchulz
 from matrixtitan.plan.cost import newton_schulz_flops
 from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 
@@ -183,7 +184,7 @@ class GatherOnce(MuonExchange):
             return
         gathered = self._gather(updates)
         shapes = [update.matrices_shape for update in updates]
-        for batch in together(shapes, updates[0].device):
+        for batch in batch_indices(shapes, updates[0].device):
             wholes = [
                 as_matrices(self._whole(gathered, updates, index), updates[index].block_rows)
                 for index in batch

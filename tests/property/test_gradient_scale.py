@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from matrixtitan.optim import SOAP, Muon, Shampoo, newton_schulz
+from matrixtitan.optim.cpu.onednn import OneDnn
+from matrixtitan.optim.cpu.strips import Strips
 from matrixtitan.optim.grad_norm import clip_grad_norm_
-from matrixtitan.optim.newton_schulz import FormChoice, _iterate, make_newton_schulz, normalize
+from matrixtitan.optim.newton_schulz import iterate, make_newton_schulz, normalize
+from matrixtitan.optim.products import WHOLE, Choice, Products
+from tests.lib.forced_form import forced_form
 
 EXPONENTS = st.integers(min_value=-99, max_value=99)  # 2^99 is 6e29
 FACTORS = (1e-30, 1e-20, 1e-7, 3.0, 1e10, 1e19, 1e30)
@@ -41,13 +45,16 @@ def gradients(layout: str, rows: int, cols: int, seed: int) -> list[Tensor]:
     return [(torch.randn(shape, generator=generator) * 64).round() / 64 for shape in shapes[layout]]
 
 
-def first_updates(layout: str, rows: int, grads: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """What one step of rate 1 subtracts from parameters that are zero."""
+def first_updates(
+    layout: str, rows: int, grads: Sequence[Tensor], form: str = "auto", **options: Any
+) -> list[Tensor]:
+    """The parameters after one step of rate 1 from zeros."""
     params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
     block_rows = rows if layout == "heads" else None
-    Muon(params, lr=1.0, block_rows=block_rows, **options).step()
+    with forced_form(form):
+        Muon(params, lr=1.0, block_rows=block_rows, **options).step()
     return [param.detach() for param in params]
 
 
@@ -70,7 +77,7 @@ def test_muon_is_bitwise_identical_for_powers_of_two(layout: str, form: str) -> 
         grads = gradients(layout, rows, cols, seed)
         if bfloat16:
             grads = [grad.bfloat16() for grad in grads]
-        options = {"ns_form": form, "ns_dtype": ns_dtype}
+        options = {"form": form, "ns_dtype": ns_dtype}
         expected = first_updates(layout, rows, grads, **options)
         scaled = [grad * 2.0**exponent for grad in grads]
         for got, want in zip(first_updates(layout, rows, scaled, **options), expected, strict=True):
@@ -87,7 +94,7 @@ def test_muon_is_equal_within_rounding_for_any_factor(
 ) -> None:
     """Rounding of the scaled gradient, 6e-8 of it, is multiplied by at most 3.4445^5, 485."""
     grads = gradients(layout, 12, 20, 0)
-    options = {"ns_form": form, "ns_dtype": "float32"}
+    options = {"form": form, "ns_dtype": "float32"}
     expected = first_updates(layout, 12, grads, **options)
     scaled = [grad * factor for grad in grads]
     for got, want in zip(first_updates(layout, 12, scaled, **options), expected, strict=True):
@@ -96,12 +103,13 @@ def test_muon_is_equal_within_rounding_for_any_factor(
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("factor", [2.0**-99, 2.0**99])
-@pytest.mark.parametrize("depths", [(0, 0), (2, 1), (3, 3)])
-def test_strips_see_the_same_matrix(form: Any, factor: float, depths: tuple[int, int]) -> None:
-    matrix = gradients("matrix", 61, 130, 0)[0]
-    choice = FormChoice(form, *depths, onednn=False)
-    how = make_newton_schulz()
-    assert torch.equal(_iterate(matrix * factor, how, choice), _iterate(matrix, how, choice))
+@pytest.mark.parametrize("products", [WHOLE, Strips(2, 1), Strips(3, 3), OneDnn()])
+def test_every_product_sees_the_same_matrix(form: Any, factor: float, products: Products) -> None:
+    if isinstance(products, OneDnn) and not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    matrix, how = gradients("matrix", 61, 130, 0)[0], make_newton_schulz()
+    choice = Choice(form, products)
+    assert torch.equal(iterate(matrix * factor, how, choice), iterate(matrix, how, choice))
 
 
 @pytest.mark.usefixtures("_both_paths")
@@ -123,7 +131,7 @@ def test_normalize_takes_every_finite_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
 def test_zero_gradients_give_zero_updates(layout: str, form: str, factor: float) -> None:
     """Also where one slice of a stack, one head, or one matrix of a batch is zero beside others that are not."""
-    options = {"ns_form": form, "ns_dtype": "float32"}
+    options = {"form": form, "ns_dtype": "float32"}
     grads = [grad * factor for grad in gradients(layout, 12, 20, 0)]
     blocks = [grad.view(-1, 12, 20) if layout != "tall" else grad[None] for grad in grads]
     before = first_updates(layout, 12, grads, **options)

@@ -10,16 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from matrixtitan.optim import newton_schulz
-from matrixtitan.optim.newton_schulz import (
-    FormChoice,
-    _iterate,
-    choose_form,
-    make_newton_schulz,
-    orthogonalize,
-    orthogonalize_one,
-    symmetric_product,
-)
+from matrixtitan.optim import batching, cpu
+from matrixtitan.optim.batching import batch_indices, batch_size, orthogonalize
+from matrixtitan.optim.cpu.onednn import OneDnn
+from matrixtitan.optim.cpu.strips import Strips, symmetric_product
+from matrixtitan.optim.newton_schulz import choose, iterate, make_newton_schulz, orthogonalize_one
+from matrixtitan.optim.products import WHOLE, Choice
+from tests.lib.forced_form import forced_form
 from tests.lib.references import assert_orthogonal
 from tests.lib.references import orthogonalize as reference
 
@@ -46,7 +43,8 @@ def test_matches_the_polynomials_of_the_singular_values(
     rows: int, cols: int, form: Any, seed: int
 ) -> None:
     matrix = random_matrix(seed, rows, cols)
-    result = orthogonalize([matrix], make_newton_schulz(form=form, dtype="float32"))[0]
+    with forced_form(form):
+        result = orthogonalize([matrix], make_newton_schulz(dtype="float32"))[0]
     assert result.shape == matrix.shape
     torch.testing.assert_close(result.double(), reference(matrix), atol=2e-5, rtol=0)
 
@@ -54,12 +52,13 @@ def test_matches_the_polynomials_of_the_singular_values(
 @settings(deadline=None, max_examples=40)
 @given(sides, sides, forms, seeds)
 def test_transpose_sign_and_size_pass_through(rows: int, cols: int, form: Any, seed: int) -> None:
-    matrix, how = random_matrix(seed, rows, cols), make_newton_schulz(form=form, dtype="float32")
-    result = orthogonalize_one(matrix, how)
-    torch.testing.assert_close(
-        orthogonalize_one(matrix.mT.contiguous(), how).mT, result, atol=2e-5, rtol=0
-    )
-    torch.testing.assert_close(orthogonalize_one(-3.0 * matrix, how), -result, atol=2e-5, rtol=0)
+    matrix, how = random_matrix(seed, rows, cols), make_newton_schulz(dtype="float32")
+    with forced_form(form):
+        result = orthogonalize_one(matrix, how)
+        transposed = orthogonalize_one(matrix.mT.contiguous(), how).mT
+        negated = orthogonalize_one(-3.0 * matrix, how)
+    torch.testing.assert_close(transposed, result, atol=2e-5, rtol=0)
+    torch.testing.assert_close(negated, -result, atol=2e-5, rtol=0)
 
 
 @settings(deadline=None, max_examples=30)
@@ -70,9 +69,10 @@ def test_a_list_gives_the_same_in_the_same_order(
     """Shapes repeat by construction, so some are batched; each result is still its own matrix's."""
     matrices = [random_matrix(seed + i, *shape) for i, shape in enumerate(shapes + shapes)]
     before = [matrix.clone() for matrix in matrices]
-    how = make_newton_schulz(form=form, dtype="float32")
-    for matrix, result in zip(matrices, orthogonalize(matrices, how), strict=True):
-        torch.testing.assert_close(result, orthogonalize_one(matrix, how), atol=2e-5, rtol=0)
+    how = make_newton_schulz(dtype="float32")
+    with forced_form(form):
+        for matrix, result in zip(matrices, orthogonalize(matrices, how), strict=True):
+            torch.testing.assert_close(result, orthogonalize_one(matrix, how), atol=2e-5, rtol=0)
     assert all(torch.equal(a, b) for a, b in zip(matrices, before, strict=True)), (
         "an input was changed"
     )
@@ -92,14 +92,14 @@ def test_a_list_gives_the_same_in_the_same_order(
 def test_batches_hold_no_more_than_the_limit(
     shapes: list[tuple[int, ...]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 2 * 24 * 40 + 1)
+    monkeypatch.setattr(cpu, "BATCH_ELEMENTS", 2 * 24 * 40 + 1)
     seen = []
 
     def noting(matrix: torch.Tensor, how: Any) -> torch.Tensor:
         seen.append(1 if matrix.ndim == 2 else matrix.size(0))
         return orthogonalize_one(matrix, how)
 
-    monkeypatch.setattr(newton_schulz, "orthogonalize_one", noting)
+    monkeypatch.setattr(batching, "orthogonalize_one", noting)
     matrices = [torch.randn(shape) for shape in shapes]
     how = make_newton_schulz(dtype="float32")
     for matrix, result in zip(matrices, orthogonalize(matrices, how), strict=True):
@@ -107,19 +107,19 @@ def test_batches_hold_no_more_than_the_limit(
     assert seen == sizes
 
 
-def test_together_cuts_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 4 * 64 * 64)
-    cpu = torch.device("cpu")
-    assert newton_schulz.together([(64, 64)] * 5 + [(64, 65)], cpu) == [[0, 1, 2, 3], [4], [5]]
-    assert newton_schulz.together([(2, 64, 64)] * 3, cpu) == [[0, 1], [2]]
-    assert newton_schulz.together([(5, 64, 64)] * 2, cpu) == [[0], [1]]
-    assert newton_schulz.together([(0, 64, 64)], cpu) == [[0]]
-    assert newton_schulz.batch_size((128, 32), cpu) == 4
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
-    monkeypatch.setitem(newton_schulz.BATCH_ELEMENTS, "cpu", 1 << 30)
-    assert newton_schulz.batch_size((4096, 127), cpu) > 1
-    assert newton_schulz.batch_size((128, 4096), cpu) == 1, "oneDNN's product takes no batches"
+def test_batch_indices_cut_where_batches_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
+    monkeypatch.setattr(cpu, "BATCH_ELEMENTS", 4 * 64 * 64)
+    device = torch.device("cpu")
+    assert batch_indices([(64, 64)] * 5 + [(64, 65)], device) == [[0, 1, 2, 3], [4], [5]]
+    assert batch_indices([(2, 64, 64)] * 3, device) == [[0, 1], [2]]
+    assert batch_indices([(5, 64, 64)] * 2, device) == [[0], [1]]
+    assert batch_indices([(0, 64, 64)], device) == [[0]]
+    assert batch_size((128, 32), device) == 4
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: True)
+    monkeypatch.setattr(cpu, "BATCH_ELEMENTS", 1 << 30)
+    assert batch_size((4096, 127), device) > 1
+    assert batch_size((128, 4096), device) == 1, "oneDNN's product takes no batches"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,8 @@ def test_singular_values_land_near_one(
     matrix = with_spectrum(torch.logspace(0, -1, rows), max(shape))
     matrix = matrix if shape[0] == rows else matrix.mT
     steps = 5 if isinstance(coefficients, str) else 6
-    result = orthogonalize_one(
-        matrix, make_newton_schulz(coefficients, steps, form=form, dtype="float32")
-    )
+    with forced_form(form):
+        result = orthogonalize_one(matrix, make_newton_schulz(coefficients, steps, dtype="float32"))
     assert_orthogonal(result, 0.65, 1.25)
 
 
@@ -159,15 +158,12 @@ def test_the_restart_keeps_the_gram_form_stable_in_bfloat16(
     values = torch.zeros(32)
     values[:rank] = torch.logspace(0, -decay, rank)
     matrix = with_spectrum(values, 128)
-    standard, gram = (
-        orthogonalize_one(
-            matrix, make_newton_schulz(coefficients, dtype="bfloat16", form=form)
-        ).float()
-        for form in ("standard", "gram")
-    )
-    exact = orthogonalize_one(
-        matrix, make_newton_schulz(coefficients, dtype="float32", form="standard")
-    )
+    how = make_newton_schulz(coefficients, dtype="bfloat16")
+    with forced_form("gram"):
+        gram = orthogonalize_one(matrix, how).float()
+    with forced_form("standard"):
+        standard = orthogonalize_one(matrix, how).float()
+        exact = orthogonalize_one(matrix, make_newton_schulz(coefficients, dtype="float32"))
     assert torch.linalg.matrix_norm(gram, 2) < 1.5
     assert (gram - exact).norm() <= 2.0 * (standard - exact).norm() + 0.1
 
@@ -177,9 +173,8 @@ def test_without_its_restart_the_gram_form_fails_there(monkeypatch: pytest.Monke
     monkeypatch.setattr("matrixtitan.optim.newton_schulz.FIRST_RESTART", 5)
     values = torch.zeros(32)
     values[:4] = 1.0
-    result = orthogonalize_one(
-        with_spectrum(values, 128), make_newton_schulz(dtype="bfloat16", form="gram")
-    )
+    with forced_form("gram"):
+        result = orthogonalize_one(with_spectrum(values, 128), make_newton_schulz(dtype="bfloat16"))
     assert not torch.linalg.matrix_norm(result.float(), 2) < 1.5
 
 
@@ -202,29 +197,30 @@ def test_symmetric_products_in_strips(
 
 
 def test_the_form_is_a_function_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
-    assert choose_form(torch.empty(512, 512), "auto").form == "standard"
-    assert choose_form(torch.empty(512, 2048), "auto").form == "gram"
-    assert choose_form(torch.empty(512, 2048), "standard").form == "standard"
-    assert choose_form(torch.empty(512, 2048), "auto").depth > 0
-    whole = FormChoice("gram", 0, 0, onednn=False)
-    assert choose_form(torch.empty(8, 512, 999), "auto").depth == 0, "batches are not cut"
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
+    assert choose(torch.empty(512, 512)).form == "standard"
+    assert choose(torch.empty(512, 2048)).form == "gram"
+    strips = choose(torch.empty(512, 2048)).products
+    assert isinstance(strips, Strips)
+    assert strips.depth > 0
+    whole = Choice("gram", WHOLE)
+    assert choose(torch.empty(8, 512, 999)).products == WHOLE, "batches are not cut"
     meta = torch.empty(64, 640, device="meta", dtype=torch.bfloat16)
-    assert choose_form(meta, "auto") == whole
-    assert choose_form(torch.empty(4096, 4096, device="meta"), "auto").form == "standard"
+    assert choose(meta) == whole
+    assert choose(torch.empty(4096, 4096, device="meta")).form == "standard"
 
 
 def test_onednn_is_taken_for_large_float32_matrices_where_it_pays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: True)
-    assert choose_form(torch.empty(512, 2048), "auto") == FormChoice("gram", 0, 0, onednn=True)
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: True)
+    assert choose(torch.empty(512, 2048)) == Choice("gram", OneDnn())
     for other in (
         torch.empty(16, 64),
         torch.empty(2, 512, 2048),
         torch.empty(512, 2048).bfloat16(),
     ):
-        assert not choose_form(other, "auto").onednn
+        assert choose(other).products != OneDnn()
 
 
 @pytest.mark.skipif(
@@ -238,8 +234,9 @@ def test_onednn_and_mkl_agree(
     """Both ways on any machine, whichever it takes by itself; transposed products once cost a digit here."""
     matrix = random_matrix(0, *shape)
     for pays in (True, False):
-        monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda pays=pays: pays)
-        result = orthogonalize_one(matrix, make_newton_schulz(form=form, dtype="float32"))
+        monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda pays=pays: pays)
+        with forced_form(form):
+            result = orthogonalize_one(matrix, make_newton_schulz(dtype="float32"))
         torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
 
@@ -249,8 +246,8 @@ def test_onednn_and_mkl_agree(
 def test_strips_in_the_whole_iteration(depths: tuple[int, int], form: Any, tall: bool) -> None:
     """Padded operands feed further strips; at 61 rows the strips are not equal."""
     matrix = random_matrix(1, 130, 61) if tall else random_matrix(1, 61, 130)
-    choice = FormChoice(form, *depths, onednn=False)
-    result = _iterate(matrix.mT if tall else matrix, make_newton_schulz(), choice)
+    choice = Choice(form, Strips(*depths))
+    result = iterate(matrix.mT if tall else matrix, make_newton_schulz(), choice)
     result = result.mT if tall else result
     torch.testing.assert_close(result.double(), reference(matrix), atol=4e-6, rtol=0)
 
@@ -260,16 +257,17 @@ def test_the_gram_form_gives_results_in_the_layout_of_the_matrix(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     """A transposed one is several times slower to add to a parameter."""
-    monkeypatch.setattr("matrixtitan.optim.onednn.pays", lambda: False)
-    matrices = torch.randn(shape)
-    assert orthogonalize_one(matrices, make_newton_schulz(form="gram")).is_contiguous()
+    monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda: False)
+    with forced_form("gram"):
+        result = orthogonalize_one(torch.randn(shape), make_newton_schulz())
+    assert result.is_contiguous()
 
 
 def test_zeros_stay_zeros() -> None:
+    zeros = torch.zeros(6, 9)
     for form in ("standard", "gram"):
-        assert torch.equal(
-            orthogonalize_one(torch.zeros(6, 9), make_newton_schulz(form=form)), torch.zeros(6, 9)
-        )
+        with forced_form(form):
+            assert torch.equal(orthogonalize_one(zeros, make_newton_schulz()), zeros)
 
 
 def test_a_short_list_of_coefficients_repeats_its_last() -> None:

@@ -168,7 +168,7 @@ def test_heads_are_blocks_of_the_matrix_and_whole_matrices_are_not() -> None:
         "wo": None,
         "wk": 2,
     }
-    with pytest.raises(ValueError, match="SOAP does not cut matrices into blocks of rows"):
+    with pytest.raises(ValueError, match=r"block_rows is 2, but SOAP does not cut"):
         build_optimizers(params, replace(CONFIG, name="soap"))
 
 

@@ -46,11 +46,8 @@ class Toy(MatrixOptimizer):
     def __init__(self, params: Iterable[Any], lr: float, weight_decay: float, decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay": decay})
 
-    def check_group(self, group: ParamGroup) -> None:
-        ToyRule(decay=group["decay"]).require()
-
-    def state_specs(self, shape: tuple[int, ...], group: ParamGroup) -> dict[str, StateSpec]:
-        return ToyRule().state(shape)
+    def rule_of(self, group: ParamGroup) -> ToyRule:
+        return ToyRule(decay=group["decay"])
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         for param in params:

@@ -97,8 +97,8 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
 }
 """The same for batches of equal shapes, where a call's own cost is shared."""
 
-BATCH_ELEMENTS: dict[str, int] = {"cpu": 98304, "cuda": 1 << 24}
-"""Elements up to which equal shapes are multiplied as one batch; "cuda" is not measured."""
+BATCH_ELEMENTS = 98304
+"""Elements up to which equal shapes are multiplied as one batch."""
 
 ONEDNN_ROWS = 128
 """The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
