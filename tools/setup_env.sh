@@ -53,13 +53,14 @@ if lacks:
 PROGRAM
 }
 
+# is_set_up WANTED: every line of WANTED is in the stamp
 is_set_up() {
   local stamp="$root/.venv/installed"
-  [ -x "$PYTHON" ] && [ -f "$stamp" ] && ! grep -qvxFf "$stamp" <<<"$1" # no wanted line is missing in it
+  [ -x "$PYTHON" ] && [ -f "$stamp" ] && ! grep -qvxFf "$stamp" <<<"$1"
 }
 
 ensure_environment() {
-  local lock_file="$1" wanted base
+  local lock_file="$1" packages ours base
   shift
   if [ -z "${MATRIXTITAN_PYTHON:-}" ] && PYTHON="$(find_active_python)"; then
     check_active_environment "$@"
@@ -67,8 +68,10 @@ ensure_environment() {
   fi
   PYTHON="$root/.venv/bin/python"
   # the lock file with the tools includes the other one, so either way that is installed
-  wanted="$(cd "$root" && for file in requirements.lock "$lock_file"; do sha256sum "$file"; done)"
-  if is_set_up "$wanted"; then
+  packages="$(cd "$root" && for file in requirements.lock "$lock_file"; do sha256sum "$file"; done)"
+  # with the whole path: a clone that was moved is installed again
+  ours="$(sha256sum "$root/pyproject.toml")"
+  if is_set_up "$packages"$'\n'"$ours"; then
     return
   fi
   base="$(find_python)"
@@ -77,14 +80,13 @@ ensure_environment() {
       echo "waiting for another process that sets up .venv ..." >&2
       flock 9
     }
-    if ! is_set_up "$wanted"; then
-      build_environment "$base" "$lock_file" "$wanted"
-    fi
+    is_set_up "$packages" || build_environment "$base" "$lock_file" "$packages"
+    is_set_up "$ours" || install_this_clone "$ours"
   ) 9>"$root/.venv.lock"
 }
 
 build_environment() {
-  local base="$1" lock_file="$2" wanted="$3" clear=--clear quiet
+  local base="$1" lock_file="$2" packages="$3" clear=--clear
   cd "$root"
   echo "setting up .venv from $lock_file (first use, or the file changed); this takes minutes ..." >&2
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -94,8 +96,20 @@ build_environment() {
   fi
   rm -f .venv/installed
   "$base" -m venv $clear .venv
-  [ -t 2 ] && quiet= || quiet=--quiet # progress bars are for terminals
-  .venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check -r "$lock_file" ||
+  install -r "$lock_file" ||
     fail "pip could not install $lock_file (see above); run this again, or activate an environment with torch"
-  echo "$wanted" >.venv/installed
+  echo "$packages" >.venv/installed
+}
+
+# The package itself, editable: `matrixtitan NAME` then works everywhere. Takes seconds and no network.
+install_this_clone() {
+  install --no-deps --no-build-isolation --no-index --editable "$root" ||
+    fail "pip could not install the package of $root into .venv (see above); delete .venv and run this again"
+  echo "$1" >>"$root/.venv/installed"
+}
+
+install() {
+  local quiet=--quiet # progress bars are for terminals
+  [ ! -t 2 ] || quiet=
+  "$PYTHON" -m pip install $quiet --no-input --disable-pip-version-check "$@"
 }

@@ -32,22 +32,22 @@ from matrixtitan.data.tokenizer import (
     load_tokenizer,
     write_ranks,
 )
-from matrixtitan.plan.local_param import LocalParam
-from models.layers import RopeScaling
-from models.llama import LLAMA3_FLAVORS, LlamaFlavor
-from tests.lib.distributed import run_distributed
-from tools import convert_checkpoint
-from tools.convert_checkpoint import (
+from matrixtitan.export import (
     LlamaModel,
     Weights,
-    _model_of,
-    main,
+    huggingface,
     open_weights,
     write_huggingface,
     write_matrixtitan,
     write_torch,
 )
-from tools.hf_tokenizer import write_tokenizer
+from matrixtitan.export.tokenizer import write_tokenizer
+from matrixtitan.export.weights import model_of
+from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.tools.convert_checkpoint import main
+from models.layers import RopeScaling
+from models.llama import LLAMA3_FLAVORS, LlamaFlavor
+from tests.lib.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -160,17 +160,6 @@ def test_transformers_own_model_loads(tied: bool, sharded: bool, tmp_path: Path)
     )
 
 
-def test_files_hold_what_the_safetensors_package_writes(tmp_path: Path) -> None:
-    """The header is written here, so the package reads the file back: same tensors, same order of bytes."""
-    write_huggingface(weights_of(UNTIED, torch.bfloat16), tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    loaded = safetensors_torch.load_file(path)
-    assert loaded["model.norm.weight"].dtype == torch.bfloat16
-    header_length = int.from_bytes(path.read_bytes()[:8], "little")
-    assert header_length % 8 == 0
-    assert path.stat().st_size == 8 + header_length + sum(t.nbytes for t in loaded.values())
-
-
 def test_dtype_rounds_once(tmp_path: Path) -> None:
     weights = weights_of(UNTIED)
     write_matrixtitan(weights, tmp_path / "ours")
@@ -195,7 +184,7 @@ def tied(tmp_path: Path) -> Path:
 
 
 def test_old_and_doubled_tensors_are_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)  # in several pieces
+    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", 64 * 7)  # in several pieces
     weights = weights_of(TIED)
     add_tensors(
         tied,
@@ -210,7 +199,7 @@ def test_old_and_doubled_tensors_are_left_out(tied: Path, monkeypatch: pytest.Mo
 def test_a_tied_model_s_own_output_is_not_dropped(
     change: str, tied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", 64 * 7)
     output = weights_of(TIED).read("tok_embeddings.weight").clone()
     if change == "sign":  # equal as numbers, not to the bit
         add_tensors(tied, model__embed_tokens__weight=torch.zeros_like(output))
@@ -357,7 +346,7 @@ def test_a_named_tokenizer_pattern_goes_along(
     old = {**model.to_config()["model"]}
     del old["tokenizer_pattern"]
     shapes = {"tok_embeddings.weight": torch.Size([VOCAB, 48])}
-    assert _model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
+    assert model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
         dataclasses.replace(model, max_seq_len=1, tie_embeddings=True, tokenizer_pattern="")
     )
 
@@ -448,7 +437,7 @@ class PeakMemory:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
+def test_memory_stays_near_one_tensor_or_one_file(tmp_path: Path) -> None:
     flavor = LlamaFlavor(384, 16, 4, 4, 1024)  # 28M parameters, the largest tensor 1.6 MB
     model = LlamaModel(flavor, VOCAB, SEQ_LEN, False, special_ids=SPECIAL_IDS)
     with torch.device("meta"):
@@ -458,7 +447,9 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     total = 4 * sum(shape.numel() for shape in shapes.values())
     steps: dict[str, Callable[[], None]] = {
         "ours": lambda: write_matrixtitan(made, tmp_path / "ours"),
-        "to hf": lambda: write_huggingface(open_weights(tmp_path / "ours"), tmp_path / "hf"),
+        "to hf": lambda: write_huggingface(
+            open_weights(tmp_path / "ours"), tmp_path / "hf", shard_bytes=total / 16
+        ),
         "from hf": lambda: write_matrixtitan(open_weights(tmp_path / "hf"), tmp_path / "again"),
     }
     for name, step in steps.items():
@@ -519,7 +510,7 @@ def test_a_tokenizer_that_cannot_be_written(
     with full_disk(), pytest.raises(OSError, match="File too large"):
         write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
-    with pytest.raises(ValueError, match="pip install tokenizers"):
+    with pytest.raises(ValueError, match="tokenizers is missing; install the tools extra"):
         write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
 
 

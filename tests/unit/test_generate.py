@@ -10,9 +10,9 @@ import torch
 
 from matrixtitan.checkpoint import CorruptCheckpointError
 from matrixtitan.data.tokenizer import load_tokenizer, write_ranks
+from matrixtitan.export import LlamaModel, Weights, open_weights, write_matrixtitan
+from matrixtitan.tools.generate import generate, load_model, main
 from models.llama import LLAMA3_FLAVORS, Llama, LlamaFlavor
-from tools.convert_checkpoint import LlamaModel, Weights, open_weights, write_matrixtitan
-from tools.generate import generate, load_model, main
 
 FLAVOR = LlamaFlavor(32, 2, 4, 2, 64)
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.plan", "matrixtitan.options"},
     {"matrixtitan.rules"},
     {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress", "matrixtitan.mistakes"},
+    {"matrixtitan.extras", "matrixtitan.in_place"},
     {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
@@ -29,6 +30,9 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
+    {"matrixtitan.export"},
+    {"matrixtitan.tools"},
+    {"matrixtitan.__main__"},
 ]
 EXTRA_RULES = {  # prefix -> the only project modules that it may import besides its own
     "matrixtitan.plan": {"matrixtitan.plan"},

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import netlab
+import netlab
 
-ROOT = Path(__file__).resolve().parents[2]
 NETLAB = Path(netlab.__file__)
 MESSAGE_BYTES = 400_000
 
@@ -92,6 +91,7 @@ needs_network = pytest.mark.skipif(
 def run_netlab(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(NETLAB), *arguments],
+        env={**os.environ, "PYTHONPATH": str(NETLAB.parents[2])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -148,7 +148,7 @@ def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
 @needs_network
 def test_ring_sends_what_ranks_lack_and_little_more() -> None:
     """By the interfaces' counters, headers included, with jumbo frames: a unit, and a step of all units."""
-    lab = str(ROOT / "tools" / "transport_lab.py")
+    lab = str(NETLAB.with_name("transport_lab.py"))
     done = run_netlab(
         *("--nodes", "3", "--rate", "400mbit", "--mtu", "9000", "--"),
         *(sys.executable, lab, "--rounds", "3", "--check"),

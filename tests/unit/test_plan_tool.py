@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from matrixtitan.data.tokenizer import write_ranks
-from tools.plan import main
+from matrixtitan.tools.plan import main
 
 CONFIG = """
 [model]

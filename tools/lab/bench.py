@@ -1,6 +1,6 @@
 """Time every strategy on the same model and data in one run, alternating, and say what each sends and holds.
 
-    python tools/bench.py --config bench_cpu.toml --nproc 4 --strategies matrix_fsdp,fsdp2_all_to_all,ddp \\
+    python tools/lab/bench.py --config bench_cpu.toml --nproc 4 --strategies matrix_fsdp,fsdp2_all_to_all,ddp \\
         --steps 12 --warmup 3 --output outputs/bench
 
 With --nproc it starts the ranks itself; without, it is one rank of a job that a launcher (torchrun, netlab.py) set up,
@@ -22,10 +22,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is all that Python adds
-
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces itself otherwise
 
 import torch
@@ -34,14 +30,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
-from matrixtitan.mesh import World, init_world
-from matrixtitan.metrics import peak_flops
-from matrixtitan.ranks import split_batch
-from models.llama import Llama
-from tools import bench_report
-from tools.bench_measure import (
-    STRATEGIES,
+import bench_report
+import checkout  # noqa: F401
+from bench_measure import (
+    STRATEGY_KEYS,
     VOCAB_SIZE,
     Contender,
     Corpus,
@@ -50,6 +42,11 @@ from tools.bench_measure import (
     strategy_config,
     wire_interface,
 )
+from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
+from matrixtitan.mesh import World, init_world
+from matrixtitan.metrics import peak_flops
+from matrixtitan.ranks import split_batch
+from models.llama import Llama
 
 FREE_STEPS = 2
 """Steps in one sample of `step_ms`: between two of them no rank waits for the others."""
@@ -70,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if options.nproc is not None and "RANK" not in os.environ:
         return launch(options.nproc, argv)
-    run_rank(options, config, " ".join(["python tools/bench.py", shlex.join(argv)]))
+    run_rank(options, config, " ".join(["python tools/lab/bench.py", shlex.join(argv)]))
     return 0
 
 
@@ -81,7 +78,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--config", default="bench_cpu.toml")
     parser.add_argument("--nproc", type=int, help="start this many ranks here")
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
+    parser.add_argument(
+        "--strategies", type=lambda text: text.split(","), default=list(STRATEGY_KEYS)
+    )
     parser.add_argument(
         "--steps",
         type=int,

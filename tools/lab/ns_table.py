@@ -1,17 +1,17 @@
 """Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
 
-    python tools/ns_table.py --write         measure and rewrite matrixtitan/optim/newton_schulz_table.py (15 minutes)
-    python tools/ns_table.py --write-batches the same of what concerns batches alone (2 minutes)
-    python tools/ns_table.py --report        our time against the plain iteration's, one thread, float32
+    python tools/lab/ns_table.py --write          measure and rewrite the table (15 minutes)
+    python tools/lab/ns_table.py --write-batches  only the table's figures for batches (2 minutes)
+    python tools/lab/ns_table.py --report         our time over the plain iteration's, one thread, float32
 
-Runs read the table and never measure: two runs of one config do the same arithmetic. Candidates are timed in
-alternation, so that a busy machine slows all of them alike; the report compares medians.
+The table is matrixtitan/optim/newton_schulz_table.py. Runs read it and never measure, so two runs
+of one config do the same arithmetic. Candidates are timed in alternation, so that a busy machine
+slows all of them alike. The report compares medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,11 +19,10 @@ from math import log
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 from torch import Tensor
 
+import checkout  # noqa: F401
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.optim import onednn
 from matrixtitan.optim.newton_schulz_table import FormEntry
@@ -58,7 +57,7 @@ SEVERAL = 4
 MARGIN = 1.03
 """What replaces the standard form in whole products, or calls one by one, must be so much faster, for noise."""
 
-TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
+TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/lab/ns_table.py`."""
 
 from typing import Literal
 

@@ -1,7 +1,7 @@
 """Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, ours against torch.optim.Muon's, in one run.
 
-    python tools/ns_gpu.py                every form of every shape; batches; then Llama 8B's matrices
-    python tools/ns_gpu.py --seconds 0.5  longer samples
+    python tools/lab/ns_gpu.py                every form of every shape; batches; then Llama 8B's matrices
+    python tools/lab/ns_gpu.py --seconds 0.5  longer samples
 
 Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
 the same run, that a call's own FLOPs reach. The first two tables are what `newton_schulz.choose_form` and the "cuda"
@@ -11,20 +11,17 @@ entry of `BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
 
+import checkout  # noqa: F401
 from matrixtitan.optim import Muon
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.plan.cost import newton_schulz_flops
-from tools.ns_table import alternating_medians
+from ns_table import alternating_medians
 
 SHAPES = ((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
 LLAMA_8B_BLOCK = (
@@ -150,7 +147,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("no CUDA GPU is here; tools/ns_table.py --report is for CPUs")
+        parser.error("no CUDA GPU is here; tools/lab/ns_table.py --report is for CPUs")
     torch.manual_seed(0)
     rate = product_rate(arguments.seconds)
     print(

@@ -1,7 +1,7 @@
 """Time a whole Muon step of a model's matrices on this CPU against a loop over them in the standard form.
 
-    python tools/bench_muon.py --flavor debug
-    python tools/bench_muon.py --flavor 150M --rounds 3
+    python tools/lab/bench_muon.py --flavor debug
+    python tools/lab/bench_muon.py --flavor 150M --rounds 3
 
 One thread, float32, the same 5 quintic steps, momentum and update in both. The loop's iteration is the one written in
 torch.optim.Muon, done in float32. Steps alternate, medians are compared.
@@ -10,17 +10,14 @@ torch.optim.Muon, done in float32. Steps alternate, medians are compared.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
 
+import checkout  # noqa: F401
 from matrixtitan.optim import Muon
 from matrixtitan.optim.newton_schulz import QUINTIC
 from models import MODELS, build_model

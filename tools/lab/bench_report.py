@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from tools.bench_measure import Measurements
-from tools.pictures import pyplot_for
+from bench_measure import Measurements
+from matrixtitan.extras import pyplot_for
 
 REFERENCE = "matrix_fsdp"
 RATIOS = ("fwd_bwd_ms", "optimizer_ms", "step_ms", "resident_bytes_max", "peak_memory_bytes")

@@ -30,7 +30,7 @@ from matrixtitan.strategies.collective_counter import CollectiveCounter
 
 VOCAB_SIZE = 256  # bytes: the corpus has no other tokens
 CORPUS_BYTES = 1 << 21
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGY_KEYS: dict[str, dict[str, Any]] = {
     "matrix_fsdp": {"strategy": "matrix_fsdp"},
     "fsdp2_gather_each": {"strategy": "fsdp2", "matrix_exchange": "gather_each"},
     "fsdp2_gather_once": {"strategy": "fsdp2", "matrix_exchange": "gather_once"},
@@ -45,12 +45,12 @@ STOCK = "_stock"
 def strategy_config(config: Config, name: str) -> Config:
     """`config` with the strategy that `name` stands for; ValueError for an unknown one."""
     base = name.removesuffix(STOCK)
-    if base not in STRATEGIES or (base != name and not base.startswith("fsdp2")):
+    if base not in STRATEGY_KEYS or (base != name and not base.startswith("fsdp2")):
         raise ValueError(
-            f"--strategies: {name!r} is unknown; choose from {', '.join(STRATEGIES)}, and add {STOCK} to an fsdp2 one "
-            "for PyTorch's own transports"
+            f"--strategies: {name!r} is unknown; choose from {', '.join(STRATEGY_KEYS)}; "
+            f"{STOCK} after an fsdp2 strategy's name selects PyTorch's own transports"
         )
-    choice = STRATEGIES[base]
+    choice = STRATEGY_KEYS[base]
     transports = "stock" if base != name else config.parallelism.fsdp2_transports
     exchange = choice.get("matrix_exchange", config.optimizer.matrix_exchange)
     return dataclasses.replace(

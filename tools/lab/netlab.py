@@ -1,11 +1,13 @@
 """Run a command once per emulated host, each behind its own rate-limited link, on this one machine.
 
-    python tools/netlab.py --nodes 8 --rate 10mbit -- python tools/bench.py --config train_configs/bench_netlab.toml
+    python tools/lab/netlab.py --nodes 8 --rate 10mbit -- \\
+        python tools/lab/bench.py --config bench_netlab
 
-Owns the emulated network: one namespace per host, one for the switch (a bridge), a veth pair per host with a token
-bucket at both ends. The command finds RANK, WORLD_SIZE, MASTER_ADDR and the rest set, as under torchrun with one rank
-per host. It never touches an interface outside the namespaces that it made, and a guardian process removes those
-even if this one is killed. Next: `tools/bench.py`.
+Owns the emulated network: a namespace per host, a namespace for the switch (a bridge), and a veth
+pair per host with a token bucket at both ends. The command finds RANK, WORLD_SIZE, MASTER_ADDR and
+the other variables set as under torchrun with one rank per host. Interfaces outside the namespaces
+of this run are never touched. A guardian process removes the namespaces even if netlab is killed.
+Next: `bench.py`.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ TCP_SETTINGS = {
     "tcp_early_retrans": 0,  # a slow link's queue looks like a loss: no packets again to find out
 }
 STOP_GRACE_S = 5.0
+GUARD = "--guard"
+"""The only argument besides a prefix: be the guardian of its namespaces."""
 
 
 @dataclass(frozen=True)
-class LinkBytes:
+class HostTraffic:
     """Bytes through one host's link: `sent` by the host, `received` by it."""
 
     sent: int
@@ -109,13 +113,13 @@ class Netlab:
             [_program("tc"), "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket]
         )
 
-    def counters(self) -> list[LinkBytes]:
+    def counters(self) -> list[HostTraffic]:
         """Bytes through each host's link since it was made, headers included."""
         links = []
         for host in self.hosts:
             text = _ip("-n", host, "-s", "-j", "link", "show", "dev", "eth0")
             stats = json.loads(text)[0]["stats64"]
-            links.append(LinkBytes(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+            links.append(HostTraffic(stats["tx"]["bytes"], stats["rx"]["bytes"]))
         return links
 
     def environment(self, index: int) -> dict[str, str]:
@@ -185,12 +189,8 @@ def laboratory(nodes: int, rate: str, mtu: int = MTU) -> Iterator[Netlab]:
 @contextmanager
 def _guardian(prefix: str) -> Iterator[None]:
     """A child that cleans up when this process is gone, however it went: it waits for the end of a pipe."""
-    code = (
-        "import sys; sys.stdin.read(); sys.path.insert(0, sys.argv[1]); import netlab; "
-        "netlab.remove_namespaces(sys.argv[2])"
-    )
     guardian = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).resolve().parent), prefix],
+        [sys.executable, __file__, GUARD, prefix],
         stdin=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C at the terminal must not reach it
     )
@@ -297,10 +297,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def report(before: Sequence[LinkBytes], after: Sequence[LinkBytes], path: Path | None) -> None:
+def report(before: Sequence[HostTraffic], after: Sequence[HostTraffic], path: Path | None) -> None:
     """Print what crossed each link, and write it where asked."""
     moved = [
-        LinkBytes(a.sent - b.sent, a.received - b.received)
+        HostTraffic(a.sent - b.sent, a.received - b.received)
         for a, b in zip(after, before, strict=True)
     ]
     for index, link in enumerate(moved):
@@ -315,6 +315,10 @@ def report(before: Sequence[LinkBytes], after: Sequence[LinkBytes], path: Path |
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == [GUARD]:
+        sys.stdin.read()
+        remove_namespaces(argv[1])
+        return 0
     arguments = parse_arguments(argv)
 
     def interrupted(number: int, frame: object) -> None:

@@ -1,7 +1,7 @@
 """Time every transport on a plan's units and compare with its price: seconds, and bytes through the interface.
 
-    python tools/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- python tools/transport_lab.py --rate 10mbit
-    torchrun --nproc-per-node 4 tools/transport_lab.py
+    python tools/lab/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- python tools/lab/transport_lab.py --rate 10mbit
+    torchrun --nproc-per-node 4 tools/lab/transport_lab.py
 
 Every rank runs it. Transports take turns; medians of the slowest rank. A message's latency is what the same operation
 takes, in the same rounds, with a few bytes of each owner; the rest of a prediction is bytes over the rate. `--check`
@@ -18,14 +18,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import checkout  # noqa: F401
+from bench_measure import WireCounter
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
 from matrixtitan.fsdp.transports import OwnedTensor, Transport, runtime_class
 from matrixtitan.mesh import World, init_world
@@ -40,7 +39,6 @@ from matrixtitan.plan.transports import (
     transport_seconds,
 )
 from models import build_model
-from tools.bench_measure import WireCounter
 
 UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}  # bytes per second
 TIME_MARGIN, BYTE_MARGIN = 0.2, 0.05
