@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan convert_checkpoint` of this clone: the program is in `matrixtitan/tools/convert_checkpoint.py`."""
+"""`matrixtitan convert_checkpoint` of this clone."""
 
 import entry
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan generate` of this clone: the program is in `matrixtitan/tools/generate.py`."""
+"""`matrixtitan generate` of this clone."""
 
 import entry
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan inspect_checkpoint` of this clone: the program is in `matrixtitan/tools/inspect_checkpoint.py`."""
+"""`matrixtitan inspect_checkpoint` of this clone."""
 
 import entry
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan launch` of this clone: the program is in `matrixtitan/tools/launch.py`."""
+"""`matrixtitan launch` of this clone."""
 
 import entry
 

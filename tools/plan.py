@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan plan` of this clone: the program is in `matrixtitan/tools/plan.py`."""
+"""`matrixtitan plan` of this clone."""
 
 import entry
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan prepare_data` of this clone: the program is in `matrixtitan/tools/prepare_data.py`."""
+"""`matrixtitan prepare_data` of this clone."""
 
 import entry
 

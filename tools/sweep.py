@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan sweep` of this clone: the program is in `matrixtitan/tools/sweep.py`."""
+"""`matrixtitan sweep` of this clone."""
 
 import entry
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`matrixtitan train_tokenizer` of this clone: the program is in `matrixtitan/tools/train_tokenizer.py`."""
+"""`matrixtitan train_tokenizer` of this clone."""
 
 import entry
 

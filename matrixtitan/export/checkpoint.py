@@ -54,7 +54,7 @@ def _step_folder(path: Path, step: int | None) -> Path:
 
 
 def write_matrixtitan(weights: Weights, output: Path) -> None:
-    """A folder with one checkpoint, `step-0`, of the model alone: for checkpoint.initial_load_path."""
+    """Write a folder for checkpoint.initial_load_path: one checkpoint, `step-0`, of the model."""
     meta = {
         "format": FORMAT_VERSION,
         "contents": "model",

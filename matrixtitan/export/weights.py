@@ -53,7 +53,7 @@ class LlamaModel:
         return None
 
     def to_config(self) -> dict[str, Any]:
-        """The two sections of a run's config that describe the model, with the shape spelled out."""
+        """The two sections of a run's config that describe the model, with its whole shape."""
         model = {
             "name": "llama3",
             "flavor": self.flavor_name(),

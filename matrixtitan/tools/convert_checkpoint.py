@@ -32,7 +32,10 @@ from matrixtitan.extras import need
 
 
 def convert(options: argparse.Namespace) -> str:
-    """What was written, in a line or two. ValueError or CheckpointError for what cannot be converted."""
+    """Convert, and return lines that say what was written.
+
+    Raises ValueError or CheckpointError, which names what cannot be converted.
+    """
     if options.to == "huggingface":
         need("safetensors", "tokenizers")
     weights = open_weights(
@@ -72,16 +75,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("input", type=Path, help="a checkpoint, a run's folder, or a file")
     parser.add_argument("output", type=Path, help="a new folder, or a new file for --to torch")
     parser.add_argument("--to", choices=("huggingface", "matrixtitan", "torch"), required=True)
-    parser.add_argument("--step", type=int, help="which of our checkpoints (default: the newest)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="round to this (default: as stored)")
-    parser.add_argument("--tokenizer", help="rank file, where the input's record is missing or old")
+    parser.add_argument(
+        "--step", type=int, help="which step of our checkpoints (default: the newest)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="dtype to round to (default: as stored)"
+    )
+    parser.add_argument(
+        "--tokenizer", help="rank file, if the input names none or its file has moved"
+    )
     parser.add_argument(
         "--tokenizer-pattern",
         choices=tuple(PATTERNS),
         help="as model.tokenizer_pattern, for a rank file of no known family",
     )
     parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default 5)"
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        help="upper limit on a safetensors file (default 5)",
     )
     try:
         print(convert(parser.parse_args(argv)))

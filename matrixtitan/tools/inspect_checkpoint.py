@@ -65,8 +65,8 @@ def describe(stored: StoredCheckpoint, keys: str = "*", *, norms: bool = True) -
     if stored.tensors and not entries:
         near = ", ".join(get_close_matches(keys, stored.tensors, n=3, cutoff=0.0))
         raise ValueError(
-            f"--keys {keys!r} matches none of the {len(stored.tensors)} tensors of {stored.path}; the "
-            f"nearest are {near}"
+            f"--keys {keys!r} matches none of the {len(stored.tensors)} tensors of {stored.path}; "
+            f"the nearest are {near}"
         )
     tensors: dict[str, dict[str, Any]] = {
         key: {

@@ -420,7 +420,8 @@ def _degree_lines(figures: dict[str, Any]) -> Iterator[str]:
         yield f"{line}  {', '.join(notes)}".rstrip()
     if degrees["skipped"]:
         most = max(degrees["skipped"])
-        yield f"  {most} x {figures['world_size'] // most} or fewer shards: weights and states alone do not fit"
+        pair = f"{most} x {figures['world_size'] // most}"
+        yield f"  {pair} or fewer shards: weights and states alone do not fit"
     for degree, reason in degrees["refused"].items():
         yield f"  {degree} shards: {reason}"
     yield from _recommended(degrees, figures["shard_ranks"])

@@ -19,12 +19,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "performance.md"
-CONTENDERS = "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,zero1_owner,ddp"
+CONTENDERS = (
+    "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,"
+    "zero1_owner,ddp"
+)
 RATES = ("10mbit", "200mbit")
 
 
 def commands() -> dict[str, list[str]]:
-    """Name of a table -> the arguments after `python` that measure it, as the document shows them."""
+    """Name of a table -> the arguments of `python` that measure it, as in the document."""
     tables = {}
     for ranks in (2, 4, 8):
         bench = ["tools/lab/bench.py", "--config", "bench_cpu.toml", "--nproc", str(ranks)]
@@ -52,7 +55,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def insert(document: str, name: str, table: str) -> str:
-    """`document` with `table` between the markers of `name`; ValueError where they are missing."""
+    """`document` with `table` between the markers of `name`; ValueError if they are missing."""
     begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
     if begin not in document or end not in document:
         raise ValueError(f"{DOCUMENT.name} has no markers {begin} and {end}")
@@ -61,7 +64,7 @@ def insert(document: str, name: str, table: str) -> str:
 
 
 def measure(name: str, arguments: Sequence[str], folder: Path) -> str:
-    """Run one table's command; its Markdown."""
+    """Run one table's command, and return its Markdown."""
     real = [sys.executable if word == "python" else word for word in arguments]
     subprocess.run([sys.executable, *real, "--output", str(folder / name)], cwd=ROOT, check=True)
     table = (folder / name / "bench.md").read_text()
