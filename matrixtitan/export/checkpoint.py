@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from matrixtitan.checkpoint import StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.checkpoint.integrity import CHECKSUMS_FILE, Checksums, digest
-from matrixtitan.checkpoint.metadata import METADATA_FILE
+from matrixtitan.checkpoint.integrity import Checksums
 from matrixtitan.checkpoint.reading import CONFIG_FILE, FORMAT_VERSION, META_FILE, find_checkpoint
 from matrixtitan.checkpoint.state import nested
 from matrixtitan.checkpoint.storage import ChecksummedWriter
+from matrixtitan.checkpoint.writing import complete
 from matrixtitan.export.weights import Weights, checked, model_of
 from matrixtitan.in_place import in_place
 
@@ -80,13 +80,9 @@ def write_matrixtitan(weights: Weights, output: Path) -> None:
                 dcp.save(nested(tensors), storage_writer=writer, planner=planner, no_dist=True)
         except dcp.CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
-        checksums = Checksums(writer.chunks)
-        for name, content in {META_FILE: meta, CONFIG_FILE: weights.model.to_config()}.items():
-            folders.write_file(step / name, json.dumps(content, indent=1).encode())
-            checksums.files[name] = digest((step / name).read_bytes())
-        checksums.files[METADATA_FILE] = digest((step / METADATA_FILE).read_bytes())
-        folders.write_file(step / CHECKSUMS_FILE, checksums.to_bytes())
-        folders.publish(written, 0, step)
+        contents = {META_FILE: meta, CONFIG_FILE: weights.model.to_config()}
+        side_files = {name: json.dumps(c, indent=1).encode() for name, c in contents.items()}
+        complete(written, 0, step, Checksums(writer.chunks), side_files)
 
 
 class _ReadWhenWritten(DefaultSavePlanner):

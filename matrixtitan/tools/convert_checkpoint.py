@@ -29,6 +29,7 @@ from matrixtitan.export import (
     write_torch,
 )
 from matrixtitan.extras import need
+from matrixtitan.tools import make_parser
 
 
 def convert(options: argparse.Namespace) -> str:
@@ -67,11 +68,7 @@ def convert(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan convert_checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("input", type=Path, help="a checkpoint, a run's folder, or a file")
     parser.add_argument("output", type=Path, help="a new folder, or a new file for --to torch")
     parser.add_argument("--to", choices=("huggingface", "matrixtitan", "torch"), required=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from matrixtitan.checkpoint import CheckpointError
 from matrixtitan.data.tokenizer import PATTERNS, Tokenizer, check_vocab, load_tokenizer
 from matrixtitan.export import DTYPES, Weights, open_weights
+from matrixtitan.tools import make_parser
 from models.llama import Llama
 
 BOUNDS = {
@@ -136,11 +137,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument(
         "--checkpoint", type=Path, required=True, help="step-N, a folder of steps, or other weights"
     )

@@ -24,6 +24,7 @@ from typing import Any
 from matrixtitan.checkpoint import CheckpointError, StoredCheckpoint
 from matrixtitan.checkpoint.reading import CONFIG_FILE, PLAN_FILE, find_checkpoint
 from matrixtitan.plan.shard import Plan
+from matrixtitan.tools import make_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,11 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan inspect_checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument(
         "--verify", action="store_true", help="compare every byte with its checksum"

@@ -41,6 +41,7 @@ from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
 from matrixtitan.predict.memory import Precision
 from matrixtitan.predict.report import report
 from matrixtitan.predict.traffic import Job, Machine
+from matrixtitan.tools import make_parser
 from models import build_model
 from models.llama import Llama
 
@@ -125,11 +126,7 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument(
         "--config", required=True, help="a TOML file, or its name under train_configs/"
     )

@@ -25,14 +25,11 @@ from matrixtitan.data.sources import TEXT_SOURCES
 from matrixtitan.data.tokenizer import PATTERNS, load_tokenizer
 from matrixtitan.in_place import in_place
 from matrixtitan.log import init_logger
+from matrixtitan.tools import make_parser
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan prepare_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--output", type=Path, required=True, help="new folder")
     parser.add_argument("--type", choices=TEXT_SOURCES, default="text")
     parser.add_argument("--path", nargs="*", default=[], help="files, folders or globs")

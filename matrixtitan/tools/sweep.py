@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 from matrixtitan.curves import FILE_NAME, Curve, read_curves
 from matrixtitan.extras import pyplot_for
+from matrixtitan.tools import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = "debug.seed"
@@ -183,11 +184,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument(
         "--config",
         type=lambda text: parse_axis(f"config={text}")[1],

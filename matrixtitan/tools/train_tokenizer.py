@@ -30,6 +30,7 @@ from matrixtitan.export.tokenizer import characters_of_bytes
 from matrixtitan.extras import need
 from matrixtitan.in_place import in_place
 from matrixtitan.log import get_logger, init_logger
+from matrixtitan.tools import make_parser
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -115,11 +116,7 @@ def train_file(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="matrixtitan train_tokenizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__name__, __doc__)
     parser.add_argument("--output", type=Path, required=True, help="new rank file")
     parser.add_argument(
         "--vocab-size", type=int, default=4096, help="including BOS and EOS (default 4096)"

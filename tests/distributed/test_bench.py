@@ -1,4 +1,4 @@
-"""The bench runs every strategy, writes what it promises, and its figures are the right ones over ranks."""
+"""The bench runs every strategy, writes its files, and reduces figures over ranks correctly."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_strategy_in_one_run(tmp_path: Path) -> None:
 
 
 def matrix_elements() -> int:
-    """Of the netlab flavor: four square projections and three of the feed-forward in each of six blocks."""
+    """Of the netlab flavor: six blocks, each with four square and three feed-forward projections."""
     return 6 * (4 * 96 * 96 + 3 * 96 * 256)
 
 

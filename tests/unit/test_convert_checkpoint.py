@@ -1,4 +1,4 @@
-"""Conversion: exact round trips, transformers' models in and out, one tensor at a time, clear errors."""
+"""Conversion: exact round trips, transformers' models in and out, little memory, clear errors."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def assert_same(first: Weights, second: Weights) -> None:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """The message with which the command ends."""
+    """The message that ends the command."""
     with pytest.raises(SystemExit) as ending:
         main([str(argument) for argument in argv])
     assert isinstance(ending.value.code, str), "expected an error message, not success"
     return ending.value.code
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -171,7 +171,7 @@ def test_dtype_rounds_once(tmp_path: Path) -> None:
 
 
 def add_tensors(folder: Path, **tensors: Tensor) -> None:
-    """Store them too, a "__" in a name for each dot; `lm_head__weight` beside a tied model's embedding."""
+    """Store these tensors too. In a name, "__" stands for a dot."""
     path = folder / "model.safetensors"
     named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     safetensors_torch.save_file(safetensors_torch.load_file(path) | named, path)
@@ -218,7 +218,7 @@ def test_a_tied_model_s_own_output_is_not_dropped(
 def test_a_tied_config_with_an_output_of_its_own_is_imported_untied_as_the_message_says(
     tied: Path,
 ) -> None:
-    """With tie_word_embeddings false the logits are transformers 5's, which uses the stored output."""
+    """With tie_word_embeddings false the logits equal those of transformers 5."""
     add_tensors(tied, lm_head__weight=torch.randn(VOCAB, 64))
     edit_config(tied, tie_word_embeddings=False)
     theirs = transformers.LlamaForCausalLM.from_pretrained(tied)
@@ -265,7 +265,7 @@ def test_transformers_models_with_biases_or_other_rotations_are_refused(tmp_path
             open_weights(tmp_path / str(number))
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def save_as_a_run_does(folder: str, values: dict[str, Tensor]) -> None:
@@ -332,7 +332,7 @@ def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
 def test_a_named_tokenizer_pattern_goes_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names has none."""
+    """Into our checkpoints by name, and into tokenizer.json. Older checkpoints have no name."""
     rank_file = tmp_path / "ranks"
     write_ranks(rank_file, [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
     write_huggingface(weights_of(UNTIED), tmp_path / "hf")
@@ -410,11 +410,11 @@ def test_the_flavor_to_train_it_as_is_printed(
     assert "--model.flavor netlab" in capsys.readouterr().out
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 class PeakMemory:
-    """The most that this process's own memory (without mapped files) grew inside the with block, in bytes."""
+    """Peak growth of this process's memory, without mapped files, inside the with block, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.start, self.peak = self._now(), 0
@@ -458,7 +458,7 @@ def test_memory_stays_near_one_tensor_or_one_file(tmp_path: Path) -> None:
         assert memory.peak < total / 4, f"{name}: {memory.peak / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
-# --- what cannot be converted ----------------------------------------------------------------------------------------
+# --- what cannot be converted ---------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is installed or trained."""
+"""run_train.sh and tools/setup_env.sh with a stand-in for Python: nothing is installed or trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Answers what the scripts ask of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin; pip writes a line.
+# Answers the scripts' calls of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin, and
+# `-m pip` writes a line to the log.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here="$(dirname "${BASH_SOURCE[0]}")"
 case "$1 ${2:-}" in
@@ -133,7 +134,7 @@ def test_an_interrupted_set_up_starts_clean(launch: Launch, number: signal.Signa
     os.killpg(process.pid, number)
     process.communicate(timeout=10)
     assert process.returncode != 0
-    assert (launch.root / ".venv/half").exists()  # what the interrupted one left
+    assert (launch.root / ".venv/half").exists()  # left by the interrupted set-up
     assert launch.run("--print-config").returncode == 0
     assert launch.installs() == ["cleared", "pip requirements.lock", *FIRST]
     assert not (launch.root / ".venv/half").exists()

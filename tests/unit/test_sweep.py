@@ -140,7 +140,7 @@ def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
 def test_a_runs_figures_are_those_of_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last attempt in its folder; the first step's time, which loads libraries, does not count."""
+    """Of the last attempt in its folder. The first step's time is left out: it loads libraries."""
 
     def train(command: list[str], **_: Any) -> CompletedProcess[str]:
         folder = Path(command[command.index("--job.dump_folder") + 1])
