@@ -13,9 +13,9 @@
 #                  checkpoint.enable
 #   MATRIXTITAN_PYTHON   the interpreter to build .venv with, in spite of an active environment
 #
-# On machines with several networks, NCCL_SOCKET_IFNAME (rendezvous, and data without InfiniBand) and
-# GLOO_SOCKET_IFNAME (CPU traffic) name the interface to use, and NCCL_IB_HCA names the InfiniBand
-# adapters. They are passed on unchanged. On SIGTERM the ranks save before they end;
+# On machines with several networks, NCCL_SOCKET_IFNAME (rendezvous, and data without InfiniBand)
+# and GLOO_SOCKET_IFNAME (CPU traffic) name the interface to use, and NCCL_IB_HCA names the
+# InfiniBand adapters. They are passed on unchanged. On SIGTERM the ranks save before they end;
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT (default 30) is the number of seconds that they have.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/setup_env.sh" # sets root

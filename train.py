@@ -1,4 +1,4 @@
-"""Train a model: load the config, run the Trainer, tear down. Read `matrixtitan/trainer.py` next."""
+"""Train a model: load the config, run the Trainer, tear down. Next: `matrixtitan/trainer.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from matrixtitan.config import Config, ConfigError, load_config
 from matrixtitan.mistakes import is_mistake, tell, told_by_another
 
 PEER_SECONDS = 5.0
-"""How long a rank may take from a mistake to its message. An error of another rank in that time, such
-as a broken connection, is a consequence."""
+"""How long a rank may take from a mistake to its message. An error of another rank in that time,
+such as a broken connection, is a consequence."""
 
 
 def main() -> int:

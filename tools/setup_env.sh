@@ -43,9 +43,9 @@ find_active_python() {
 }
 
 check_active_environment() {
-  "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is used," \
-    "but it lacks what is named above: install that there, or set MATRIXTITAN_PYTHON=python3.11 to" \
-    "build .venv instead"
+  "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is" \
+    "used, but it lacks the packages named above: install them there, or set" \
+    "MATRIXTITAN_PYTHON=python3.11 to build .venv instead"
 import importlib.metadata, importlib.util, sys
 lacks = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if sys.version_info < (3, 11):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check lint, format and types, then run the whole test suite. Arguments: run only pytest, with them.
+# Check lint, format and types, then run the whole test suite. With arguments, run pytest alone.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$root"

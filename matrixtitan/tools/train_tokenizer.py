@@ -76,8 +76,8 @@ def train_file(args: argparse.Namespace) -> None:
     """
     if not LEAST_VOCAB <= args.vocab_size <= MOST_VOCAB:
         raise ValueError(
-            f"--vocab-size {args.vocab_size} is not from {LEAST_VOCAB} (the 256 bytes, BOS and EOS) "
-            f"to {MOST_VOCAB}"
+            f"--vocab-size {args.vocab_size} is not from {LEAST_VOCAB} (the 256 bytes, BOS and "
+            f"EOS) to {MOST_VOCAB}"
         )
     kind = args.type if args.path else "python_stdlib"
     files = find_files(kind, args.path or "", key="--path")
@@ -88,15 +88,15 @@ def train_file(args: argparse.Namespace) -> None:
         tokens = tokens_in_rank_order(trained)
         if len(tokens) + NUM_SPECIAL_TOKENS != args.vocab_size:
             raise ValueError(
-                f"--vocab-size {args.vocab_size}: the text gives {len(tokens)} tokens, and BOS and EOS "
-                f"are added; give more text, or --vocab-size {len(tokens) + NUM_SPECIAL_TOKENS}"
+                f"--vocab-size {args.vocab_size}: the text gives {len(tokens)} tokens, and BOS and "
+                f"EOS are added; give more text, or --vocab-size {len(tokens) + NUM_SPECIAL_TOKENS}"
             )
         write_ranks(unchecked, tokens)
         written = load_tokenizer(str(unchecked), PATTERN)
         if written.n_words != args.vocab_size:
             raise ValueError(
-                f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which is "
-                "known by its size; choose another size"
+                f"--vocab-size {args.vocab_size} would be taken for {written.family.name}, which "
+                "is known by its size; choose another size"
             )
         count = characters = 0
         again = read_texts(kind, files, args.field, "--path", quiet=True)
@@ -110,8 +110,8 @@ def train_file(args: argparse.Namespace) -> None:
             count, characters = count + len(ids), characters + len(text)
         write_mark(mark, PATTERN, written.fingerprint)
     print(
-        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters per token on "
-        "its text"
+        f"{args.output}: {args.vocab_size} tokens, {characters / count:.2f} characters per token "
+        "on its text"
     )
 
 

@@ -1,6 +1,6 @@
 """Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, against torch.optim.Muon's.
 
-    python tools/lab/ns_gpu.py                every form of every shape, batches, Llama 8B's matrices
+    python tools/lab/ns_gpu.py                every form and shape, batches, Llama 8B's matrices
     python tools/lab/ns_gpu.py --seconds 0.5  longer samples
 
 Calls alternate, and medians are compared. "Rate" is a call's FLOP/s as a share of the FLOP/s of an

@@ -2,11 +2,11 @@
 
     python tools/lab/ns_table.py --write          measure and rewrite the table (15 minutes)
     python tools/lab/ns_table.py --write-batches  only the table's figures for batches (2 minutes)
-    python tools/lab/ns_table.py --report         our time over the plain iteration's, one thread, float32
+    python tools/lab/ns_table.py --report         our time against the plain iteration's
 
-The table is matrixtitan/optim/newton_schulz_table.py. Runs read it and never measure, so two runs
-of one config do the same arithmetic. Candidates are timed in alternation, so that a busy machine
-slows all of them alike. The report compares medians.
+The table is matrixtitan/optim/newton_schulz_table.py, for one thread and float32. Runs read it and
+never measure, so two runs of one config do the same arithmetic. Candidates are timed in
+alternation, so that a busy machine slows all of them alike. The report compares medians.
 """
 
 from __future__ import annotations

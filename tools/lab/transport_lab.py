@@ -44,8 +44,8 @@ from models import build_model
 
 TIME_MARGIN, BYTE_MARGIN = 0.2, 0.05
 FEW_BYTES = 32
-"""Bytes per owner and rank for a latency. gloo cuts a reduction into two segments per rank and skips
-empty segments."""
+"""Bytes per owner and rank for a latency. gloo cuts a reduction into two segments per rank, and
+skips empty segments."""
 
 
 def shares_of_units(flavor: str, vocab_size: int, world_size: int) -> dict[str, list[int]]:
