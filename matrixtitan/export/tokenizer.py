@@ -52,9 +52,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def vocabulary_and_merges(
-    ranks: dict[bytes, int],
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def vocabulary_and_merges(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Tokens as printable characters, and the pairs that form them, in the order of merging."""
     characters = characters_of_bytes()
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}

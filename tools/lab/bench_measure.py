@@ -343,14 +343,6 @@ def wire_interface(world_size: int) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor of a recorded message, without its storage."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-
 class Replay:
     """Issues a phase's collectives again on other tensors, for the time of communication alone."""
 
@@ -361,7 +353,7 @@ class Replay:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shapes = tree_map_only(
-            Tensor, lambda tensor: _Shape(tensor.shape, tensor.dtype), (args, kwargs)
+            Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs)
         )
         self._recorded.append((func, *shapes))
 
@@ -375,12 +367,12 @@ class Replay:
     def prepare(self) -> None:
         """Allocate the tensors, before the timed part."""
 
-        def allocate(shape: _Shape) -> Tensor:
-            return torch.zeros(shape.size, dtype=shape.dtype, device=self._device)
+        def allocate(shape: Tensor) -> Tensor:
+            return torch.zeros_like(shape, device=self._device)
 
         self._prepared = [
-            (f, *tree_map_only(_Shape, allocate, (args, kwargs)))
-            for f, args, kwargs in self._recorded
+            (func, *tree_map_only(Tensor, allocate, (args, kwargs)))
+            for func, args, kwargs in self._recorded
         ]
 
     def run(self) -> None:

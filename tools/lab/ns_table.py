@@ -267,11 +267,7 @@ def report(seconds: float) -> None:
             [partial(plain, matrix), partial(ns.orthogonalize, [matrix], settings)], seconds
         )
         looped, together = alternating_medians(
-            [
-                partial(loop, matrices),
-                partial(ns.orthogonalize, matrices, settings),
-            ],
-            seconds,
+            [partial(loop, matrices), partial(ns.orthogonalize, matrices, settings)], seconds
         )
         exact = plain(matrix.double())
         results = (plain(matrix), ns.orthogonalize([matrix], settings)[0])

@@ -243,12 +243,7 @@ def measure(world: World, arguments: argparse.Namespace) -> bool:
         )
         for (name, direction), moves in samples.items():
             line, as_predicted = compare(
-                name,
-                direction,
-                moves,
-                without_bytes[name, direction],
-                shares,
-                arguments.rate,
+                name, direction, moves, without_bytes[name, direction], shares, arguments.rate
             )
             good = good and as_predicted
             if arguments.overlap:
