@@ -1,4 +1,4 @@
-"""Train a model: load the config, run the Trainer, tear down. Read `matrixtitan/trainer.py` next."""
+"""Train a model: load the config, run the Trainer, tear down. Next: `matrixtitan/trainer.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matrixtitan.config import Config, ConfigError, load_config
 from matrixtitan.mistakes import is_mistake, tell, told_by_another
 
 PEER_SECONDS = 5.0
-"""How long a rank may take from a mistake to its message. An error that another rank has meanwhile,
+"""How long a rank may take from a mistake to its message. An error of another rank in that time,
 such as a broken connection, is a consequence."""
 
 
@@ -20,14 +20,14 @@ def main() -> int:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     if told_by_another():
-        return 2  # started again after a mistake, which stays one
+        return 2  # a restart does not help against a mistake
 
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from matrixtitan.log import init_logger
 
     init_logger()
-    # torchrun ends with the error of the rank that failed first, not of any
+    # lets torchrun report the error of the rank that failed first
     handler = get_error_handler()
     handler.initialize()
     try:
@@ -46,7 +46,7 @@ def main() -> int:
         tell(str(error), final)
         error.__traceback__ = error.__cause__ = None
         error.__suppress_context__ = True
-        handler.record_exception(error)  # its message alone
+        handler.record_exception(error)  # the message alone
         return 2 if final else 1
     return 0
 
@@ -59,7 +59,8 @@ def train(config: Config) -> None:
 
 
 def is_foreseen(error: Exception) -> bool:
-    """A save or load that failed, a run that diverged: its message is enough, but another try may do better."""
+    """Whether the message is enough, although another try may succeed: a failed save or load, or a
+    run that diverged."""
     from matrixtitan.checkpoint.errors import CheckpointError
     from matrixtitan.trainer import NonFiniteError
 

@@ -22,10 +22,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from matrixtitan.config import MetricsConfig
 from matrixtitan.curves import FILE_NAME, CurveWriter
+from matrixtitan.extras import need
 from matrixtitan.log import get_logger
 from matrixtitan.plan.cost import CostSettings
 from matrixtitan.plan.shard import Plan
-from matrixtitan.predict.pictures import missing_matplotlib, plan_picture, plan_table
+from matrixtitan.predict.pictures import plan_picture, plan_table
 from matrixtitan.progress import ProgressBar
 
 logger = get_logger()
@@ -327,8 +328,10 @@ class Metrics:
         if not self._writer:
             return
         self.log_text("plan", plan_table(plan, settings))
-        if missing := missing_matplotlib():
-            logger.info("TensorBoard has the plan as a table, without its picture: %s", missing)
+        try:
+            need("matplotlib")
+        except ValueError as error:
+            logger.info("TensorBoard has the plan as a table, without its picture: %s", error)
             return
         self._writer.add_figure("plan", plan_picture(plan, settings))
         self._writer.flush()

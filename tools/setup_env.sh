@@ -1,9 +1,12 @@
 # Sourced by run_train.sh and tools/test.sh. Leaves $PYTHON: an interpreter that has the packages.
 #
-# ensure_environment LOCK_FILE MODULE...: uses an active environment that has torch as it is (clusters), if it has the
-# modules, and unless MATRIXTITAN_PYTHON names an interpreter to build .venv with. Otherwise builds .venv once, under a
-# lock while others wait. The stamp is written last, so what an interrupted set-up left is cleared, and it holds the
-# hashes of the lock files, so a changed one is installed.
+# ensure_environment LOCK_FILE MODULE...
+#
+# An active environment that has torch is used as it is (clusters), and must have the modules.
+# Nothing is installed into it. Without one, or if MATRIXTITAN_PYTHON names an interpreter, .venv is
+# built once, under a lock while other processes wait. Its stamp, .venv/installed, holds the hashes
+# of the lock files and of pyproject.toml, so that a changed file is installed. The stamp is written
+# last, so that an interrupted set-up starts again from nothing.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -30,7 +33,8 @@ find_python() {
 find_active_python() {
   local candidate
   for candidate in python python3; do
-    if "$candidate" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; then
+    if "$candidate" -c 'from importlib.util import find_spec; exit(find_spec("torch") is None)' \
+      2>/dev/null; then
       command -v "$candidate"
       return
     fi
@@ -39,8 +43,9 @@ find_active_python() {
 }
 
 check_active_environment() {
-  "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is used, but it lacks what is \
-named above: install that there, or set MATRIXTITAN_PYTHON=python3.11 to build .venv instead"
+  "$PYTHON" - "$@" <<'PROGRAM' || fail "the active environment ($PYTHON) has torch, so it is" \
+    "used, but it lacks the packages named above: install them there, or set" \
+    "MATRIXTITAN_PYTHON=python3.11 to build .venv instead"
 import importlib.metadata, importlib.util, sys
 lacks = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if sys.version_info < (3, 11):
@@ -53,13 +58,14 @@ if lacks:
 PROGRAM
 }
 
+# is_set_up WANTED: every line of WANTED is in the stamp
 is_set_up() {
   local stamp="$root/.venv/installed"
-  [ -x "$PYTHON" ] && [ -f "$stamp" ] && ! grep -qvxFf "$stamp" <<<"$1" # no wanted line is missing in it
+  [ -x "$PYTHON" ] && [ -f "$stamp" ] && ! grep -qvxFf "$stamp" <<<"$1"
 }
 
 ensure_environment() {
-  local lock_file="$1" wanted base
+  local lock_file="$1" packages ours base
   shift
   if [ -z "${MATRIXTITAN_PYTHON:-}" ] && PYTHON="$(find_active_python)"; then
     check_active_environment "$@"
@@ -67,35 +73,50 @@ ensure_environment() {
   fi
   PYTHON="$root/.venv/bin/python"
   # the lock file with the tools includes the other one, so either way that is installed
-  wanted="$(cd "$root" && for file in requirements.lock "$lock_file"; do sha256sum "$file"; done)"
-  if is_set_up "$wanted"; then
+  packages="$(cd "$root" && for file in requirements.lock "$lock_file"; do sha256sum "$file"; done)"
+  # with the whole path, so that a clone that was moved is installed again
+  ours="$(sha256sum "$root/pyproject.toml")"
+  if is_set_up "$packages"$'\n'"$ours"; then
     return
   fi
   base="$(find_python)"
-  ( # the lock is released when this subshell ends, however it ends
+  ( # the lock is released when this subshell ends, after errors too
     flock --nonblock 9 || {
       echo "waiting for another process that sets up .venv ..." >&2
       flock 9
     }
-    if ! is_set_up "$wanted"; then
-      build_environment "$base" "$lock_file" "$wanted"
-    fi
+    is_set_up "$packages" || build_environment "$base" "$lock_file" "$packages"
+    is_set_up "$ours" || install_this_clone "$ours"
   ) 9>"$root/.venv.lock"
 }
 
 build_environment() {
-  local base="$1" lock_file="$2" wanted="$3" clear=--clear quiet
+  local base="$1" lock_file="$2" packages="$3" clear=--clear
   cd "$root"
-  echo "setting up .venv from $lock_file (first use, or the file changed); this takes minutes ..." >&2
+  echo "setting up .venv from $lock_file (first use, or the file changed): takes minutes ..." >&2
   "$base" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$base lacks the venv module (on Debian and Ubuntu: apt install python3-venv)"
   if [ -f .venv/installed ] && [ -x "$PYTHON" ]; then
-    clear= # complete: only the differences are installed
+    clear= # it is complete, so only the differences are installed
   fi
   rm -f .venv/installed
   "$base" -m venv $clear .venv
-  [ -t 2 ] && quiet= || quiet=--quiet # progress bars are for terminals
-  .venv/bin/python -m pip install $quiet --no-input --disable-pip-version-check -r "$lock_file" ||
-    fail "pip could not install $lock_file (see above); run this again, or activate an environment with torch"
-  echo "$wanted" >.venv/installed
+  install -r "$lock_file" ||
+    fail "pip could not install $lock_file (see above); run this again, or activate an" \
+      "environment with torch"
+  echo "$packages" >.venv/installed
+}
+
+# The package itself, editable, for `matrixtitan NAME`. Takes seconds and no network.
+install_this_clone() {
+  install --no-deps --no-build-isolation --no-index --editable "$root" ||
+    fail "pip could not install the package of $root into .venv (see above); delete .venv and" \
+      "run this again"
+  echo "$1" >>"$root/.venv/installed"
+}
+
+install() {
+  local quiet=--quiet # progress bars are for terminals
+  [ ! -t 2 ] || quiet=
+  "$PYTHON" -m pip install $quiet --no-input --disable-pip-version-check "$@"
 }

@@ -43,7 +43,7 @@ def write_checkpoint(
         return from_rank_0(
             group,
             f"completing {written}",
-            lambda: _complete(folder, step, written, Checksums(chunks), side_files),
+            lambda: complete(folder, step, written, Checksums(chunks), side_files),
         )
     except CheckpointError:
         if dist.get_rank(group) == 0:
@@ -60,9 +60,10 @@ def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[
     return {chunk: value for chunks in gathered or () for chunk, value in chunks.items()}
 
 
-def _complete(
+def complete(
     folder: Path, step: int, written: Path, checksums: Checksums, side_files: Mapping[str, bytes]
 ) -> Path:
+    """Add the small files to `written`, and make it `step-N` of `folder`."""
     for name, data in side_files.items():
         folders.write_file(written / name, data)
         checksums.files[name] = digest(data)

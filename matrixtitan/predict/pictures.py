@@ -7,12 +7,12 @@ for `tools/plan.py --picture`, TensorBoard and docs/figures. Figures come from `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import cycle
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from matrixtitan.extras import need
 from matrixtitan.plan.cost import CostSettings, block_cost, max_over_mean, rank_bytes, rank_flops
 from matrixtitan.plan.shard import MatrixShard, Plan, Role, Segment
 
@@ -57,13 +57,6 @@ class Row(NamedTuple):
     """Of the optimizer in one step. The mean over its ranks."""
     most_flops: int
     """Of the rank that has most."""
-
-
-def missing_matplotlib() -> str | None:
-    """What to tell a user where the extra `plots` is not installed, else None."""
-    if find_spec("matplotlib") is not None:
-        return None
-    return "matplotlib is missing; install the plots extra (pip install -e '.[plots]')"
 
 
 def plan_rows(plan: Plan, settings: CostSettings, most: int = MOST_ROWS) -> list[Row]:
@@ -138,8 +131,7 @@ def _short_name(fqn: str) -> str:
 
 def save_plan_picture(plan: Plan, settings: CostSettings, path: Path) -> None:
     """Write the picture; the name's end is the format. ValueError where matplotlib is missing."""
-    if missing := missing_matplotlib():
-        raise ValueError(missing)
+    need("matplotlib")
     plan_picture(plan, settings).savefig(path)
 
 

@@ -1,8 +1,9 @@
-"""The bench runs every strategy, writes what it promises, and its figures are the right ones over ranks."""
+"""The bench runs every strategy, writes its files, and reduces figures over ranks correctly."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,18 +13,26 @@ from typing import Any
 
 import pytest
 
+import bench
+import bench_report
+import performance_tables
+from bench_measure import STRATEGY_KEYS, Measurements
 from tests.unit.test_netlab import NETLAB, needs_network
-from tools import bench, bench_report, performance_tables
-from tools.bench_measure import STRATEGIES, Measurements
 
 BENCH = Path(bench.__file__)
+ROOT = BENCH.parents[2]
 SMALL = ["--model.flavor", "netlab", "--training.seq_len", "16", "--training.local_batch_size", "1"]
 TIMES = ("fwd_bwd_ms", "optimizer_ms", "step_ms")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{BENCH.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
 
 
@@ -37,7 +46,7 @@ def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_every_strategy_in_one_run(tmp_path: Path) -> None:
-    names = [*STRATEGIES, "fsdp2_gather_once_stock"]
+    names = [*STRATEGY_KEYS, "fsdp2_gather_once_stock"]
     report = report_of(
         tmp_path, "--nproc", "2", "--steps", "1", "--warmup", "1", "--strategies", ",".join(names)
     )
@@ -82,7 +91,7 @@ def test_every_strategy_in_one_run(tmp_path: Path) -> None:
 
 
 def matrix_elements() -> int:
-    """Of the netlab flavor: four square projections and three of the feed-forward in each of six blocks."""
+    """Of the netlab flavor: six blocks, each with four square and three feed-forward projections."""
     return 6 * (4 * 96 * 96 + 3 * 96 * 256)
 
 
@@ -154,11 +163,9 @@ def test_the_first_failure_ends_the_other_ranks_and_is_returned(
     rank.write_text(
         f"import os, sys, time\nif sys.argv[1] == os.environ['RANK']: {end}\ntime.sleep(1000)\n"
     )
-    start = (
-        f"from tools import bench; bench.__file__ = {str(rank)!r}; sys.exit(bench.launch(2, ['1']))"
-    )
+    start = f"import bench; bench.__file__ = {str(rank)!r}; sys.exit(bench.launch(2, ['1']))"
     began = time.monotonic()
-    done = run("-c", f"import sys; sys.path.insert(0, {str(BENCH.parents[1])!r}); {start}")
+    done = run("-c", f"import sys; {start}")
     assert done.returncode == status, done.stderr
     assert "bench: rank 1 failed" in done.stderr
     assert time.monotonic() - began < 100

@@ -20,9 +20,9 @@ from matrixtitan.plan.transport_registry import (
     choose_transport,
     transport_seconds,
 )
+from matrixtitan.tools import plan
 from tests.distributed.test_fsdp import toy_case
 from tests.lib.distributed import run_distributed
-from tools import plan
 
 NAME = "mailbox"
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from matrixtitan.checkpoint import Checkpointer, TrainState
 from matrixtitan.plan.shard import MatrixShard, Plan, Segment
+from matrixtitan.tools.inspect_checkpoint import main
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, cut, expected, run_config
 from tests.lib.distributed import run_distributed
-from tools.inspect_checkpoint import main
 
 
 def save(folder: str) -> None:

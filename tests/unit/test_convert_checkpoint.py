@@ -1,4 +1,4 @@
-"""Conversion: exact round trips, transformers' models in and out, one tensor at a time, clear errors."""
+"""Conversion: exact round trips, transformers' models in and out, little memory, clear errors."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from matrixtitan.data.tokenizer import (
     load_tokenizer,
     write_ranks,
 )
-from matrixtitan.plan.local_param import LocalParam
-from models.layers import RopeScaling
-from models.llama import LLAMA3_FLAVORS, LlamaFlavor
-from tests.lib.distributed import run_distributed
-from tools import convert_checkpoint
-from tools.convert_checkpoint import (
-    LlamaModel,
+from matrixtitan.export import (
+    StoredModel,
     Weights,
-    _model_of,
-    main,
+    huggingface,
     open_weights,
     write_huggingface,
     write_matrixtitan,
     write_torch,
 )
-from tools.hf_tokenizer import write_tokenizer
+from matrixtitan.export.tokenizer import write_tokenizer
+from matrixtitan.export.weights import model_of
+from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.tools.convert_checkpoint import main
+from models.layers import RopeScaling
+from models.llama import LLAMA3_FLAVORS, LlamaFlavor
+from tests.lib.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -63,7 +63,7 @@ SPECIAL_IDS = {"bos_token_id": 59, "eos_token_id": 60}
 
 def weights_of(flavor: LlamaFlavor, dtype: torch.dtype = torch.float32) -> Weights:
     """A model with random weights, norms too."""
-    model = LlamaModel(flavor, VOCAB, SEQ_LEN, flavor.tie_embeddings, special_ids=SPECIAL_IDS)
+    model = StoredModel(flavor, VOCAB, SEQ_LEN, flavor.tie_embeddings, special_ids=SPECIAL_IDS)
     net = model.build().to(dtype)
     values = {}
     for number, (fqn, param) in enumerate(net.named_parameters()):
@@ -90,14 +90,14 @@ def assert_same(first: Weights, second: Weights) -> None:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """The message with which the command ends."""
+    """The message that ends the command."""
     with pytest.raises(SystemExit) as ending:
         main([str(argument) for argument in argv])
     assert isinstance(ending.value.code, str), "expected an error message, not success"
     return ending.value.code
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -160,17 +160,6 @@ def test_transformers_own_model_loads(tied: bool, sharded: bool, tmp_path: Path)
     )
 
 
-def test_files_hold_what_the_safetensors_package_writes(tmp_path: Path) -> None:
-    """The header is written here, so the package reads the file back: same tensors, same order of bytes."""
-    write_huggingface(weights_of(UNTIED, torch.bfloat16), tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    loaded = safetensors_torch.load_file(path)
-    assert loaded["model.norm.weight"].dtype == torch.bfloat16
-    header_length = int.from_bytes(path.read_bytes()[:8], "little")
-    assert header_length % 8 == 0
-    assert path.stat().st_size == 8 + header_length + sum(t.nbytes for t in loaded.values())
-
-
 def test_dtype_rounds_once(tmp_path: Path) -> None:
     weights = weights_of(UNTIED)
     write_matrixtitan(weights, tmp_path / "ours")
@@ -182,7 +171,7 @@ def test_dtype_rounds_once(tmp_path: Path) -> None:
 
 
 def add_tensors(folder: Path, **tensors: Tensor) -> None:
-    """Store them too, a "__" in a name for each dot; `lm_head__weight` beside a tied model's embedding."""
+    """Store these tensors too. In a name, "__" stands for a dot."""
     path = folder / "model.safetensors"
     named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     safetensors_torch.save_file(safetensors_torch.load_file(path) | named, path)
@@ -195,7 +184,7 @@ def tied(tmp_path: Path) -> Path:
 
 
 def test_old_and_doubled_tensors_are_left_out(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)  # in several pieces
+    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", 64 * 7)  # in several pieces
     weights = weights_of(TIED)
     add_tensors(
         tied,
@@ -210,7 +199,7 @@ def test_old_and_doubled_tensors_are_left_out(tied: Path, monkeypatch: pytest.Mo
 def test_a_tied_model_s_own_output_is_not_dropped(
     change: str, tied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert_checkpoint, "COMPARED_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(huggingface, "COMPARED_ELEMENTS", 64 * 7)
     output = weights_of(TIED).read("tok_embeddings.weight").clone()
     if change == "sign":  # equal as numbers, not to the bit
         add_tensors(tied, model__embed_tokens__weight=torch.zeros_like(output))
@@ -229,7 +218,7 @@ def test_a_tied_model_s_own_output_is_not_dropped(
 def test_a_tied_config_with_an_output_of_its_own_is_imported_untied_as_the_message_says(
     tied: Path,
 ) -> None:
-    """With tie_word_embeddings false the logits are transformers 5's, which uses the stored output."""
+    """With tie_word_embeddings false the logits equal those of transformers 5."""
     add_tensors(tied, lm_head__weight=torch.randn(VOCAB, 64))
     edit_config(tied, tie_word_embeddings=False)
     theirs = transformers.LlamaForCausalLM.from_pretrained(tied)
@@ -276,7 +265,7 @@ def test_transformers_models_with_biases_or_other_rotations_are_refused(tmp_path
             open_weights(tmp_path / str(number))
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def save_as_a_run_does(folder: str, values: dict[str, Tensor]) -> None:
@@ -304,7 +293,7 @@ def save_as_a_run_does(folder: str, values: dict[str, Tensor]) -> None:
 
 
 def test_a_runs_checkpoint_becomes_a_transformers_model(tmp_path: Path) -> None:
-    model = LlamaModel(LLAMA3_FLAVORS["debug"], 4096, SEQ_LEN, tie_embeddings=False)
+    model = StoredModel(LLAMA3_FLAVORS["debug"], 4096, SEQ_LEN, tie_embeddings=False)
     net = model.build()
     net.init_weights(seed=1)
     values = {fqn: param.detach() for fqn, param in net.named_parameters()}
@@ -343,7 +332,7 @@ def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
 def test_a_named_tokenizer_pattern_goes_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names has none."""
+    """Into our checkpoints by name, and into tokenizer.json. Older checkpoints have no name."""
     rank_file = tmp_path / "ranks"
     write_ranks(rank_file, [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
     write_huggingface(weights_of(UNTIED), tmp_path / "hf")
@@ -357,7 +346,7 @@ def test_a_named_tokenizer_pattern_goes_along(
     old = {**model.to_config()["model"]}
     del old["tokenizer_pattern"]
     shapes = {"tok_embeddings.weight": torch.Size([VOCAB, 48])}
-    assert _model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
+    assert model_of({"model": old, "training": {"seq_len": 1}}, shapes, tmp_path) == (
         dataclasses.replace(model, max_seq_len=1, tokenizer_pattern="")
     )
 
@@ -375,7 +364,7 @@ def test_a_named_tokenizer_pattern_goes_along(
 class FakeStrategy:
     """What a Checkpointer sees of a run that holds some rows of each weight."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: StoredModel) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.params = []
         for fqn, param in model.build().named_parameters():
@@ -388,7 +377,7 @@ class FakeStrategy:
         return self.params
 
 
-def start_from(dump_folder: str, initial: str, model: LlamaModel) -> dict[str, tuple[int, Tensor]]:
+def start_from(dump_folder: str, initial: str, model: StoredModel) -> dict[str, tuple[int, Tensor]]:
     config = Config(
         job=JobConfig(dump_folder=dump_folder),
         checkpoint=CheckpointConfig(enable=True, initial_load_path=initial),
@@ -421,11 +410,11 @@ def test_the_flavor_to_train_it_as_is_printed(
     assert "--model.flavor netlab" in capsys.readouterr().out
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 class PeakMemory:
-    """The most that this process's own memory (without mapped files) grew inside the with block, in bytes."""
+    """Peak growth of this process's memory, without mapped files, inside the with block, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.start, self.peak = self._now(), 0
@@ -448,9 +437,9 @@ class PeakMemory:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
+def test_memory_stays_near_one_tensor_or_one_file(tmp_path: Path) -> None:
     flavor = LlamaFlavor(384, 16, 4, 4, 1024)  # 28M parameters, the largest tensor 1.6 MB
-    model = LlamaModel(flavor, VOCAB, SEQ_LEN, False, special_ids=SPECIAL_IDS)
+    model = StoredModel(flavor, VOCAB, SEQ_LEN, False, special_ids=SPECIAL_IDS)
     with torch.device("meta"):
         names = [fqn for fqn, _ in model.build().named_parameters()]
     shapes = Weights(model, {}, lambda fqn: torch.empty(0)).shapes
@@ -458,7 +447,9 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
     total = 4 * sum(shape.numel() for shape in shapes.values())
     steps: dict[str, Callable[[], None]] = {
         "ours": lambda: write_matrixtitan(made, tmp_path / "ours"),
-        "to hf": lambda: write_huggingface(open_weights(tmp_path / "ours"), tmp_path / "hf"),
+        "to hf": lambda: write_huggingface(
+            open_weights(tmp_path / "ours"), tmp_path / "hf", shard_bytes=total / 16
+        ),
         "from hf": lambda: write_matrixtitan(open_weights(tmp_path / "hf"), tmp_path / "again"),
     }
     for name, step in steps.items():
@@ -467,7 +458,7 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
         assert memory.peak < total / 4, f"{name}: {memory.peak / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
-# --- what cannot be converted ----------------------------------------------------------------------------------------
+# --- what cannot be converted ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -519,7 +510,7 @@ def test_a_tokenizer_that_cannot_be_written(
     with full_disk(), pytest.raises(OSError, match="File too large"):
         write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
-    with pytest.raises(ValueError, match="pip install tokenizers"):
+    with pytest.raises(ValueError, match="tokenizers is missing; install the tools extra"):
         write_tokenizer(load_tokenizer(), tmp_path, SEQ_LEN)
 
 

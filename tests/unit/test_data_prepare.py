@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -22,6 +21,7 @@ from matrixtitan.data.prepare import TextSource, cached_shards, tokenize
 from matrixtitan.data.shards import HEADER_BYTES, ShardWriter, TokenStream, dtype_for, read_header
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from matrixtitan.tools import prepare_data
 from tests.lib.corpus import byte_tokenizer, texts, write_jsonl
 
 BOS, EOS = 256, 257
@@ -611,30 +611,27 @@ def test_prepare_data_tool(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = Path(__file__).parents[2] / "tools" / "prepare_data.py"
-    spec = importlib.util.spec_from_file_location("prepare_data", path)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    monkeypatch.setattr(tool, "init_logger", lambda: None)  # it would hide the log from later tests
+    # it would hide the log from later tests
+    monkeypatch.setattr(prepare_data, "init_logger", lambda: None)
     documents = texts(30)
     corpus = write_jsonl(tmp_path / "a.jsonl", documents, field="body")
     argv = ["--type", "jsonl", "--path", str(corpus), "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="--tokenizer-pattern"):  # a rank file without a mark
-        tool.main([*argv, "--tokenizer", tokenizer.path])
+        prepare_data.main([*argv, "--tokenizer", tokenizer.path])
     own = ["--tokenizer", tokenizer.path, "--tokenizer-pattern", "llama3"]
     with pytest.raises(SystemExit, match="no field 'text'"):
-        tool.main([*argv, *own])
+        prepare_data.main([*argv, *own])
     for wrong in (["--threads", "0"], ["--shard-tokens", "-1"], ["--output", "/dev/null/out"]):
         with pytest.raises(SystemExit, match=wrong[0] if wrong[0] != "--output" else "/dev/null"):
-            tool.main([*argv, *own, *wrong])
+            prepare_data.main([*argv, *own, *wrong])
     assert not list(tmp_path.glob("out*"))
-    tool.main([*argv, *own, "--field", "body", "--validation-fraction", "0"])
+    prepare_data.main([*argv, *own, "--field", "body", "--validation-fraction", "0"])
     assert tokens_of(tmp_path / "out", "train", tokenizer) == packed(documents)
     assert "30 documents" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "counts.json").read_text())["documents"] == [30, 0]
     with pytest.raises(SystemExit, match="exists already"):
-        tool.main(argv)
+        prepare_data.main(argv)
     (tmp_path / "other.writing").mkdir()  # a call under way, or one that was killed
     with pytest.raises(SystemExit, match=r"other\.writing exists already"):
-        tool.main([*argv, *own, "--output", str(tmp_path / "other")])
+        prepare_data.main([*argv, *own, "--output", str(tmp_path / "other")])
     assert (tmp_path / "other.writing").exists()

@@ -29,9 +29,9 @@ from matrixtitan.predict.degrees import (
 )
 from matrixtitan.predict.memory import Precision
 from matrixtitan.predict.traffic import Job, Machine
+from matrixtitan.tools import plan as plan_tool
 from models import build_model
 from tests.lib.shapes import LLAMA_8B, LLAMA_405B, llama_specs
-from tools import plan as plan_tool
 
 SETTINGS = PlanSettings()
 EIGHT = [ParamSpec(f"m{i}", (64, 64), "matrix", f"u{i}", 64) for i in range(8)]

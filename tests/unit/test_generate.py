@@ -1,4 +1,4 @@
-"""Generation: greedy equals a plain argmax loop, sampling obeys its settings, the command line and its errors."""
+"""Generation: greedy equals an argmax loop, sampling obeys its settings, errors are clear."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from matrixtitan.checkpoint import CorruptCheckpointError
 from matrixtitan.data.tokenizer import load_tokenizer, write_ranks
+from matrixtitan.export import StoredModel, Weights, open_weights, write_matrixtitan
+from matrixtitan.tools.generate import generate, load_model, main
 from models.llama import LLAMA3_FLAVORS, Llama, LlamaFlavor
-from tools.convert_checkpoint import LlamaModel, Weights, open_weights, write_matrixtitan
-from tools.generate import generate, load_model, main
 
 FLAVOR = LlamaFlavor(32, 2, 4, 2, 64)
 CPU = torch.device("cpu")
 
 
-def net_of(flavor: LlamaFlavor, vocab_size: int, max_seq_len: int) -> tuple[LlamaModel, Llama]:
+def net_of(flavor: LlamaFlavor, vocab_size: int, max_seq_len: int) -> tuple[StoredModel, Llama]:
     """Weights large enough that the likeliest token changes from place to place."""
-    model = LlamaModel(flavor, vocab_size, max_seq_len, tie_embeddings=False, tokenizer_path="")
+    model = StoredModel(flavor, vocab_size, max_seq_len, tie_embeddings=False, tokenizer_path="")
     net = model.build()
     net.init_weights(seed=2)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_seed_decides_the_samples(net: Llama) -> None:
 
 @torch.no_grad()
 def test_samples_follow_the_tempered_probabilities(net: Llama) -> None:
-    """2,000 draws of one token: its frequencies within 4 standard deviations, none outside the best five."""
+    """2,000 draws of one token: frequencies within 4 standard deviations, none outside the top 5."""
     count, temperature = 2000, 1.5
     logits = net(torch.tensor([[7, 1]]))[0, -1]
     best = logits.topk(5)

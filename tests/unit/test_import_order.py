@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
-    {"matrixtitan.plan", "matrixtitan.options", "models"},
+    {"matrixtitan.plan", "matrixtitan.options", "matrixtitan.extras", "models"},
     {"matrixtitan.rules"},
     {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress", "matrixtitan.mistakes"},
+    {"matrixtitan.in_place"},
     {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
@@ -29,11 +30,14 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
+    {"matrixtitan.export"},
+    {"matrixtitan.tools"},
+    {"matrixtitan.__main__"},
 ]
 EXTRA_RULES = {  # prefix -> the only project modules that it may import besides its own
     "matrixtitan.plan": {"matrixtitan.plan"},
     "matrixtitan.rules": {"matrixtitan.rules", "matrixtitan.plan", "matrixtitan.options"},
-    "matrixtitan.predict": {"matrixtitan.predict", "matrixtitan.plan"},
+    "matrixtitan.predict": {"matrixtitan.predict", "matrixtitan.plan", "matrixtitan.extras"},
     "matrixtitan.fsdp": {"matrixtitan.fsdp", "matrixtitan.plan"},
     "models": {"models"},
 }

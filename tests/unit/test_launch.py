@@ -1,4 +1,4 @@
-"""run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is installed or trained."""
+"""run_train.sh and tools/setup_env.sh with a stand-in for Python: nothing is installed or trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Answers what the scripts ask of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin; pip writes a line.
+# Answers the scripts' calls of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin, and
+# `-m pip` writes a line to the log.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here="$(dirname "${BASH_SOURCE[0]}")"
 case "$1 ${2:-}" in
@@ -23,12 +24,18 @@ case "$1 ${2:-}" in
     shift 2
     [ "$1" != --clear ] || { rm -rf .venv; echo cleared >>"$FAKE_LOG"; shift; }
     mkdir -p "$1/bin"; cp "${BASH_SOURCE[0]}" "$1/bin/python" ;;
-  "-m pip") touch .venv/half; echo "pip ${!#}" >>"$FAKE_LOG"; sleep "${FAKE_SLEEP:-0}"; rm .venv/half ;;
+  "-m pip")
+    [[ "$*" != *--editable* ]] || { echo editable >>"$FAKE_LOG"; exit; }
+    touch .venv/half; echo "pip ${!#}" >>"$FAKE_LOG"; sleep "${FAKE_SLEEP:-0}"; rm .venv/half ;;
   *launch.py*) shift; printf '%s\\n' "OMP=${OMP_NUM_THREADS:-}" "$@" ;;
   *train.py*) echo "train.py ${*:2}" ;;
   *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
+
+
+FIRST = ["cleared", "pip requirements.lock", "editable"]
+"""What a first set-up does."""
 
 
 class Launch:
@@ -42,6 +49,7 @@ class Launch:
             "tools/setup_env.sh",
             "requirements.lock",
             "requirements-dev.lock",
+            "pyproject.toml",
         ):
             shutil.copy(ROOT / name, self.root / name)
         self.bin = folder / "bin"
@@ -105,7 +113,7 @@ def launch(tmp_path: Path) -> Launch:
 def test_first_use_sets_up_once(launch: Launch) -> None:
     assert launch.run("--print-config").returncode == 0
     assert launch.run("--print-config").returncode == 0
-    assert launch.installs() == ["cleared", "pip requirements.lock"]
+    assert launch.installs() == FIRST
 
 
 def test_two_first_uses_at_once_set_up_once(launch: Launch) -> None:
@@ -116,7 +124,7 @@ def test_two_first_uses_at_once_set_up_once(launch: Launch) -> None:
     first.communicate(timeout=30)
     assert (first.returncode, second.returncode) == (0, 0)
     assert "waiting for another process" in second_log
-    assert launch.installs() == ["cleared", "pip requirements.lock"]
+    assert launch.installs() == FIRST
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
@@ -126,9 +134,9 @@ def test_an_interrupted_set_up_starts_clean(launch: Launch, number: signal.Signa
     os.killpg(process.pid, number)
     process.communicate(timeout=10)
     assert process.returncode != 0
-    assert (launch.root / ".venv/half").exists()  # what the interrupted one left
+    assert (launch.root / ".venv/half").exists()  # left by the interrupted set-up
     assert launch.run("--print-config").returncode == 0
-    assert launch.installs() == ["cleared", "pip requirements.lock"] * 2
+    assert launch.installs() == ["cleared", "pip requirements.lock", *FIRST]
     assert not (launch.root / ".venv/half").exists()
 
 
@@ -137,7 +145,25 @@ def test_a_changed_lock_file_is_installed_over_what_is_there(launch: Launch) -> 
     with (launch.root / "requirements.lock").open("a") as file:
         file.write("another-package==1\n")
     assert launch.run("--print-config").returncode == 0
-    assert launch.installs() == ["cleared", "pip requirements.lock", "pip requirements.lock"]
+    assert launch.installs() == [*FIRST, "pip requirements.lock", "editable"]
+
+
+def test_an_environment_of_before_gets_the_package_and_is_not_built_again(launch: Launch) -> None:
+    launch.run("--print-config")
+    stamp = launch.root / ".venv/installed"
+    stamp.write_text("".join(stamp.read_text().splitlines(keepends=True)[:-1]))
+    (launch.root / "pyproject.toml").write_text("another version")
+    for _ in range(2):
+        assert launch.run("--print-config").returncode == 0
+    assert launch.installs() == [*FIRST, "editable"]
+
+
+def test_a_clone_that_was_moved_is_installed_again(launch: Launch) -> None:
+    launch.run("--print-config")
+    launch.root = launch.root.rename(launch.root.with_name("moved"))
+    for _ in range(2):
+        assert launch.run("--print-config").returncode == 0
+    assert launch.installs() == [*FIRST, "editable"]
 
 
 def test_an_active_environment_with_torch_is_used(launch: Launch) -> None:
@@ -148,7 +174,7 @@ def test_an_active_environment_with_torch_is_used(launch: Launch) -> None:
     assert launch.run("--print-config").stdout == "train.py --print-config\n"
     assert launch.installs() == []
     assert launch.run("--print-config", MATRIXTITAN_PYTHON=str(launch.fake)).returncode == 0
-    assert launch.installs() == ["cleared", "pip requirements.lock"]
+    assert launch.installs() == FIRST
 
 
 def test_no_python_says_which_is_needed(launch: Launch) -> None:

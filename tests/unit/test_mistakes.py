@@ -14,7 +14,7 @@ from matrixtitan.config import TrainingConfig
 from matrixtitan.mesh import init_world
 from matrixtitan.mistakes import exit_code, is_mistake, tell, told_by_another
 from matrixtitan.ranks import split_batch
-from tools import launch
+from matrixtitan.tools import launch
 
 
 def raised(act: object) -> Exception:

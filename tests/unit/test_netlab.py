@@ -1,4 +1,4 @@
-"""The emulated network: links are as slow as asked, bytes are counted, and nothing is left behind."""
+"""The emulated network: links have the given rate, bytes are counted, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import netlab
+import netlab
 
-ROOT = Path(__file__).resolve().parents[2]
 NETLAB = Path(netlab.__file__)
 MESSAGE_BYTES = 400_000
 
@@ -92,6 +91,7 @@ needs_network = pytest.mark.skipif(
 def run_netlab(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(NETLAB), *arguments],
+        env={**os.environ, "PYTHONPATH": str(NETLAB.parents[2])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -137,7 +137,7 @@ def test_link_has_its_rate_and_counts_its_bytes(tmp_path: Path) -> None:
 
 @needs_network
 def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
-    """There and back beside a transfer that fills the link. TCP's usual segments take longer than this bound."""
+    """A round trip beside a transfer that fills the link. With TCP's usual segments it takes longer."""
     done = run_netlab(
         "--nodes", "2", "--rate", "10mbit", "--", sys.executable, "-c", PING_BESIDE_BULK
     )
@@ -147,8 +147,8 @@ def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
 
 @needs_network
 def test_ring_sends_what_ranks_lack_and_little_more() -> None:
-    """By the interfaces' counters, headers included, with jumbo frames: a unit, and a step of all units."""
-    lab = str(ROOT / "tools" / "transport_lab.py")
+    """Of a unit and of a step, by the interfaces' counters with headers, with jumbo frames."""
+    lab = str(NETLAB.with_name("transport_lab.py"))
     done = run_netlab(
         *("--nodes", "3", "--rate", "400mbit", "--mtu", "9000", "--"),
         *(sys.executable, lab, "--rounds", "3", "--check"),
@@ -160,7 +160,8 @@ def test_ring_sends_what_ranks_lack_and_little_more() -> None:
 
 @needs_network
 def test_every_host_finds_its_rendezvous_variables() -> None:
-    show = "import os; print(*(os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')))"
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    show = f"import os; print(*(os.environ[name] for name in {names}))"
     done = run_netlab("--nodes", "3", "--rate", "100mbit", "--", sys.executable, "-c", show)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [

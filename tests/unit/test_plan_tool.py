@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from matrixtitan.data.tokenizer import write_ranks
-from tools.plan import main
+from matrixtitan.tools.plan import main
 
 CONFIG = """
 [model]
@@ -254,5 +254,5 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
     picture = str(tmp_path / "plan.png")
     assert main(["--config", "no such config", "--world-size", "2", "--picture", picture]) == 2
     error = capsys.readouterr().err
-    assert "--picture: matplotlib is missing; install the plots extra (pip install -e" in error
+    assert "plan: matplotlib is missing; install the plots extra (pip install -e" in error
     assert len(error.splitlines()) == 1

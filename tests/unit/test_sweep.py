@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from matrixtitan.curves import CurveWriter
-from tools.sweep import (
+from matrixtitan.tools.sweep import (
     Result,
     by_settings,
     check_same_sweep,
@@ -107,12 +107,10 @@ def test_a_grid_that_cannot_be_is_refused(
     arguments: list[str],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["sweep.py", "--out", str(tmp_path / "out"), *arguments])
     with pytest.raises(SystemExit):
-        main()
+        main(["--out", str(tmp_path / "out"), *arguments])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -121,11 +119,10 @@ def test_a_value_that_is_a_key_is_no_second_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--out", str(tmp_path), "--job.description", "config"]
-    monkeypatch.setattr("sys.argv", ["sweep.py", *arguments])
     made = Result({"config": "debug"}, [(1, 8.0)], optimizer_ms=5.0, seconds=10.0)
-    monkeypatch.setattr("tools.sweep.run", lambda *_: made)
-    monkeypatch.setattr("tools.sweep.plot", lambda *_: None)
-    main()
+    monkeypatch.setattr("matrixtitan.tools.sweep.run", lambda *_: made)
+    monkeypatch.setattr("matrixtitan.tools.sweep.plot", lambda *_: None)
+    main(arguments)
     assert [r.settings for r in load_results(tmp_path / "results.jsonl")] == [made.settings]
 
 
@@ -143,7 +140,7 @@ def test_runs_have_folders_of_their_own(tmp_path: Path) -> None:
 def test_a_runs_figures_are_those_of_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last attempt in its folder; the first step's time, which loads libraries, does not count."""
+    """Of the last attempt in its folder. The first step's time is left out: it loads libraries."""
 
     def train(command: list[str], **_: Any) -> CompletedProcess[str]:
         folder = Path(command[command.index("--job.dump_folder") + 1])
@@ -155,7 +152,7 @@ def test_a_runs_figures_are_those_of_its_metrics(
             writer.close()
         return CompletedProcess(command, 0)
 
-    monkeypatch.setattr("tools.sweep.subprocess.run", train)
+    monkeypatch.setattr("matrixtitan.tools.sweep.subprocess.run", train)
     found = run({"config": "debug"}, [], 1, tmp_path / "run")
     assert (found.validation, found.optimizer_ms) == ([(3, 4.0)], 12.5)
 

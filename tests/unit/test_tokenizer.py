@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import logging
 import pathlib
 import sys
-import types
 import typing
 
 import pytest
@@ -25,6 +23,7 @@ from matrixtitan.data.tokenizer import (
     read_ranks,
     write_ranks,
 )
+from matrixtitan.tools import train_tokenizer as trainer
 
 SAMPLES = [
     "",
@@ -38,16 +37,6 @@ SAMPLES = [
 @pytest.fixture(scope="module")
 def embedded() -> Tokenizer:
     return load_tokenizer("")
-
-
-@pytest.fixture(scope="module")
-def trainer() -> types.ModuleType:
-    """tools/train_tokenizer.py as a module."""
-    path = pathlib.Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
-    spec = importlib.util.spec_from_file_location("train_tokenizer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_llama_like(path: pathlib.Path, num_ranks: int) -> None:
@@ -266,9 +255,7 @@ def test_check_vocab(embedded: Tokenizer) -> None:
         check_vocab(embedded, 4000)
 
 
-def test_trained_file_gives_the_trainer_s_tokens(
-    trainer: types.ModuleType, tmp_path: pathlib.Path
-) -> None:
+def test_trained_file_gives_the_trainer_s_tokens(tmp_path: pathlib.Path) -> None:
     corpus = [
         pathlib.Path(sys.modules[name].__file__).read_text()
         for name in ("argparse", "inspect", "pickle")
@@ -281,7 +268,7 @@ def test_trained_file_gives_the_trainer_s_tokens(
         assert written.encode(text) == trained.encode(text).ids
 
 
-def test_llama3_pattern(trainer: types.ModuleType) -> None:
+def test_llama3_pattern() -> None:
     """Words with one sign before them, digits by threes, line ends together."""
     pre_tokenizer = trainer.train(iter(["a"]), 258).pre_tokenizer
     pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("a.b(c)  12345's\n\n  x")]
@@ -292,6 +279,8 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of an earlier run."""
     monkeypatch.chdir(tmp_path)
+    # it would hide the log from later tests
+    monkeypatch.setattr(trainer, "init_logger", lambda: None)
     pathlib.Path("text").write_text("some words and some more words " * 3)
     pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")
     pathlib.Path("earlier").write_text("precious")
@@ -312,7 +301,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     ],
 )
 def test_wrong_arguments_of_the_trainer(
-    arguments: list[str], message: str, folder: pathlib.Path, trainer: types.ModuleType
+    arguments: list[str], message: str, folder: pathlib.Path
 ) -> None:
     usual = ["--output", "out", "--vocab-size", "262", "--path", "text"]
     with pytest.raises(SystemExit, match=message):
@@ -322,7 +311,7 @@ def test_wrong_arguments_of_the_trainer(
 
 
 def test_a_size_that_names_another_family_leaves_no_file(
-    folder: pathlib.Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "load_tokenizer", lambda path, pattern: load_tokenizer())
     with pytest.raises(SystemExit, match="--vocab-size 262 would be taken for"):
@@ -331,7 +320,7 @@ def test_a_size_that_names_another_family_leaves_no_file(
 
 
 def test_the_trainer_writes_its_file(
-    folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer.main(["--output", "new/out", "--vocab-size", "262", "--path", "text"])
     assert load_tokenizer("new/out").n_words == 262  # by its mark
@@ -341,7 +330,7 @@ def test_the_trainer_writes_its_file(
 
 
 def test_the_trainer_leaves_empty_texts_out(
-    folder: pathlib.Path, trainer: types.ModuleType, caplog: pytest.LogCaptureFixture
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pathlib.Path("none").touch()
     with caplog.at_level(logging.INFO, "matrixtitan"):
@@ -353,7 +342,7 @@ def test_the_trainer_leaves_empty_texts_out(
 
 
 def test_the_trainer_takes_what_training_takes(
-    folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs that are encoded in pieces, and halves of surrogate pairs."""
     record = json.dumps({"text": "abc" * 20_000 + " \ud800 and"})
@@ -364,7 +353,7 @@ def test_the_trainer_takes_what_training_takes(
 
 
 def test_a_file_that_splits_text_differently_is_not_kept(
-    folder: pathlib.Path, trainer: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "cut_long_runs", list)  # the trainer's tokens of single characters
     with pytest.raises(SystemExit, match="split a text in different tokens"):

@@ -27,14 +27,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+import checkout  # noqa: F401
 from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
+from matrixtitan.extras import need
 from matrixtitan.parallelize import dtype_of, model_specs, plan_settings
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.predict.pictures import missing_matplotlib, plan_picture, plan_rows
-from matrixtitan.predict.strategies import STRATEGIES, strategy_bytes, unit_sizes
+from matrixtitan.predict.pictures import plan_picture, plan_rows
+from matrixtitan.predict.strategies import STRATEGY_VARIANTS, strategy_bytes, unit_sizes
 from models import build_model
-from models.llama import Llama
+from models.base import LanguageModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw(name: str, run: Path | None, output: Path) -> None:
     """Write the named figure, or all, and the data beside it."""
-    if missing := missing_matplotlib():
-        raise ValueError(missing)
+    need("matplotlib")
     if run is not None and (name == "all" or FIGURES[name].read is None):
         readers = [other for other, figure in FIGURES.items() if figure.read is not None]
         raise ValueError(f"--run belongs to one of the figures {', '.join(readers)}: name it first")
@@ -117,7 +118,7 @@ def owners_picture(data: dict[str, Any]) -> Figure:
     return plan_picture(make_plan(specs, data["ranks"], settings), settings)
 
 
-def _model(name: str, vocab_size: int) -> tuple[Config, Llama, list[ParamSpec]]:
+def _model(name: str, vocab_size: int) -> tuple[Config, LanguageModel, list[ParamSpec]]:
     """A config's model on the meta device; its tokenizer and data need not be here."""
     config = load_config(["--config", name, *shlex.split(EMBEDDED_OVERRIDES)])
     with torch.device("meta"):
@@ -139,7 +140,7 @@ def traffic_data() -> dict[str, Any]:
     config, model, specs = _model("llama_8b", LLAMA3_VOCAB)
     units = ["+".join(modules) for modules in model.unit_names()]
     sent = {}
-    for name in STRATEGIES:
+    for name in STRATEGY_VARIANTS:
         step = strategy_bytes(
             name,
             # backward does not gather the embedding, which is a lookup, and the last unit is kept

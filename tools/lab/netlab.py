@@ -1,11 +1,13 @@
 """Run a command once per emulated host, each behind its own rate-limited link, on this one machine.
 
-    python tools/netlab.py --nodes 8 --rate 10mbit -- python tools/bench.py --config train_configs/bench_netlab.toml
+    python tools/lab/netlab.py --nodes 8 --rate 10mbit -- \\
+        python tools/lab/bench.py --config bench_netlab
 
-Owns the emulated network: one namespace per host, one for the switch (a bridge), a veth pair per host with a token
-bucket at both ends. The command finds RANK, WORLD_SIZE, MASTER_ADDR and the rest set, as under torchrun with one rank
-per host. It never touches an interface outside the namespaces that it made, and a guardian process removes those
-even if this one is killed. Next: `tools/bench.py`.
+Owns the emulated network: a namespace per host, a namespace for the switch (a bridge), and a veth
+pair per host with a token bucket at both ends. The command finds RANK, WORLD_SIZE, MASTER_ADDR and
+the other variables set as under torchrun with one rank per host. Interfaces outside the namespaces
+of this run are never touched. A guardian process removes the namespaces even if netlab is killed.
+Next: `bench.py`.
 """
 
 from __future__ import annotations
@@ -26,42 +28,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-SEARCH_PATH = (
-    os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-)  # tc is often outside a user's PATH
+# tc is often outside a user's PATH
+SEARCH_PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 MASTER_PORT = 29500
-BUCKET_BYTES = (
-    16 * 1024
-)  # small against a message, large against a packet; the kernel segments larger ones
-MTU = 1500  # Ethernet's; clusters mostly use jumbo frames, 9000
+# small against a message, large against a packet; the kernel segments larger packets
+BUCKET_BYTES = 16 * 1024
+MTU = 1500  # Ethernet's default; clusters mostly use jumbo frames, 9000
 FRAME_BYTES = 14  # Ethernet's header, which the MTU does not count
-QUEUE_MS = 500  # deep enough that a switch port does not drop when every host sends to one
+QUEUE_MS = 500  # so that a switch port drops nothing while every host sends to one host
 TCP_SETTINGS = {
-    "tcp_limit_output_bytes": 16 * 1024,  # in the host's queue, of one connection
-    "tcp_slow_start_after_idle": 0,  # strategies take turns, so connections rest for seconds
-    "tcp_early_retrans": 0,  # a slow link's queue looks like a loss: no packets again to find out
+    # one connection's bytes in the host's queue
+    "tcp_limit_output_bytes": 16 * 1024,
+    # strategies take turns, so connections are idle for seconds
+    "tcp_slow_start_after_idle": 0,
+    # a slow link's queue looks like a loss; do not send packets again to probe
+    "tcp_early_retrans": 0,
 }
 STOP_GRACE_S = 5.0
+GUARD = "--guard"
+"""`netlab.py --guard PREFIX` is the guardian process of these namespaces."""
 
 
 @dataclass(frozen=True)
-class LinkBytes:
-    """Bytes through one host's link: `sent` by the host, `received` by it."""
+class HostTraffic:
+    """Bytes that one host sent and received through its link."""
 
     sent: int
     received: int
 
 
 class Netlab:
-    """The namespaces, bridge and links of one run; names carry a random id, so runs side by side do not clash."""
+    """The namespaces, bridge and links of one run. A random id in their names keeps runs apart."""
 
     def __init__(self, nodes: int, rate: str, mtu: int = MTU) -> None:
         if not MTU <= mtu <= BUCKET_BYTES - FRAME_BYTES:
             raise ValueError(
-                f"--mtu {mtu}: from {MTU} to {BUCKET_BYTES - FRAME_BYTES}, so that a packet fits the token bucket"
+                f"--mtu {mtu}: choose from {MTU} to {BUCKET_BYTES - FRAME_BYTES}, so that a packet "
+                "fits the token bucket"
             )
         if not 1 <= nodes <= 250:
-            raise ValueError(f"--nodes {nodes}: from 1 to 250 hosts fit the emulated network")
+            raise ValueError(f"--nodes {nodes}: the emulated network has from 1 to 250 hosts")
         self.rate = rate
         self.mtu = mtu
         self.prefix = f"mtlab-{os.getpid()}-{secrets.token_hex(3)}"
@@ -72,7 +78,7 @@ class Netlab:
         return f"10.77.0.{index + 1}"
 
     def build(self) -> None:
-        """Make the switch and a link to every host."""
+        """Make the switch and a link to each host."""
         _ip("netns", "add", self.switch)
         _ip("-n", self.switch, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", self.switch, "link", "set", "bridge0", "up")
@@ -83,7 +89,7 @@ class Netlab:
             _ip("-n", self.switch, "link", "add", port, *peer)
             _ip("-n", self.switch, "link", "set", port, "master", "bridge0")
             for namespace, device in ((host, "eth0"), (self.switch, port)):
-                # no IPv6 address: its neighbour discovery would show up in the counters
+                # no IPv6 address: the counters would count its neighbour discovery
                 _ip("-n", namespace, "link", "set", device, "addrgenmode", "none")
                 _ip("-n", namespace, "link", "set", device, "mtu", str(self.mtu))
             _ip("-n", host, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
@@ -95,8 +101,11 @@ class Netlab:
             self._limit(self.switch, port)
 
     def _tune_for_slow_link(self, host: str) -> None:
-        """TCP's usual settings let a host queue more than a slow link sends in a chunk's time, and what is small, such
-        as acknowledgements and gloo's word of a posted receive, waits behind it.
+        """Keep the host's queue short.
+
+        With TCP's usual settings a host queues more than a slow link sends in a chunk's time. Small
+        messages, such as acknowledgements and gloo's notices of posted receives, would wait behind
+        that queue.
         """
         _ip("-n", host, "link", "set", "dev", "eth0", "gso_max_segs", "2")
         for setting, value in TCP_SETTINGS.items():
@@ -109,13 +118,13 @@ class Netlab:
             [_program("tc"), "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket]
         )
 
-    def counters(self) -> list[LinkBytes]:
-        """Bytes through each host's link since it was made, headers included."""
+    def counters(self) -> list[HostTraffic]:
+        """Bytes through each host's link since the link was made, headers included."""
         links = []
         for host in self.hosts:
             text = _ip("-n", host, "-s", "-j", "link", "show", "dev", "eth0")
             stats = json.loads(text)[0]["stats64"]
-            links.append(LinkBytes(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+            links.append(HostTraffic(stats["tx"]["bytes"], stats["rx"]["bytes"]))
         return links
 
     def environment(self, index: int) -> dict[str, str]:
@@ -138,7 +147,7 @@ class Netlab:
         defaults = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",  # a host that a signal ends says where it was
+            "PYTHONFAULTHANDLER": "1",  # a signal that ends a host prints its stack
         }
         return subprocess.Popen(
             [_program("ip"), "netns", "exec", self.hosts[index], *command],
@@ -153,7 +162,8 @@ class Netlab:
 
 
 def remove_namespaces(prefix: str) -> list[str]:
-    """Kill what runs in the namespaces of one run, delete them (their links go with them), return their names."""
+    """Kill the processes in one run's namespaces, delete the namespaces with their links, and
+    return their names."""
     names = [name for name in list_namespaces() if name.startswith(f"{prefix}-")]
     for name in names:
         for pid in _ip("netns", "pids", name).split():
@@ -172,7 +182,7 @@ def list_namespaces() -> list[str]:
 
 @contextmanager
 def laboratory(nodes: int, rate: str, mtu: int = MTU) -> Iterator[Netlab]:
-    """A built Netlab; whatever happens inside, its namespaces are gone afterwards."""
+    """A built Netlab. Its namespaces are removed at the end, after errors too."""
     lab = Netlab(nodes, rate, mtu)
     with _guardian(lab.prefix):
         try:
@@ -184,13 +194,12 @@ def laboratory(nodes: int, rate: str, mtu: int = MTU) -> Iterator[Netlab]:
 
 @contextmanager
 def _guardian(prefix: str) -> Iterator[None]:
-    """A child that cleans up when this process is gone, however it went: it waits for the end of a pipe."""
-    code = (
-        "import sys; sys.stdin.read(); sys.path.insert(0, sys.argv[1]); import netlab; "
-        "netlab.remove_namespaces(sys.argv[2])"
-    )
+    """A child that removes the namespaces when this process ends, even if it is killed.
+
+    The child waits for the end of a pipe.
+    """
     guardian = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).resolve().parent), prefix],
+        [sys.executable, __file__, GUARD, prefix],
         stdin=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C at the terminal must not reach it
     )
@@ -203,7 +212,8 @@ def _guardian(prefix: str) -> Iterator[None]:
 
 
 def run(lab: Netlab, command: Sequence[str]) -> int:
-    """Run the command on every host until all ended; the first failure stops the others and is returned."""
+    """Run the command on every host until all end. The first failure stops the others and is
+    returned."""
     processes = [lab.start(index, command) for index in range(len(lab.hosts))]
     readers = []
     for index, process in enumerate(processes):
@@ -235,7 +245,7 @@ def _copy_lines(stream: IO[str], prefix: str) -> None:
 
 
 def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """End the process groups that still run: politely first."""
+    """End the process groups that still run: SIGTERM first, then SIGKILL."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         running = [process for process in processes if process.poll() is None]
         for process in running:
@@ -245,7 +255,7 @@ def _stop(processes: Sequence[subprocess.Popen[str]]) -> None:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                continue  # the next signal, or the namespace's removal, ends it
+                continue  # SIGKILL, or the namespace's removal, ends it
 
 
 def _program(name: str) -> str:
@@ -267,10 +277,10 @@ def _checked(command: Sequence[str]) -> str:
 
 
 def check_requirements() -> None:
-    """Raise RuntimeError naming what is missing: root, `ip` or `tc`."""
+    """Raise RuntimeError if root, `ip` or `tc` is missing."""
     if os.geteuid() != 0:
         raise RuntimeError(
-            "netlab needs root to make network namespaces: run it with sudo or in a root container"
+            "netlab needs root to make network namespaces: use sudo or a root container"
         )
     _program("ip")
     _program("tc")
@@ -282,7 +292,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=int, required=True, help="emulated hosts, one rank each")
     parser.add_argument(
-        "--rate", required=True, help="each link's rate in each direction, as tc spells it: 10mbit"
+        "--rate", required=True, help="each link's rate in each direction, as tc writes it: 10mbit"
     )
     parser.add_argument(
         "--mtu", type=int, default=MTU, help="largest packet; 9000 for jumbo frames"
@@ -297,10 +307,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def report(before: Sequence[LinkBytes], after: Sequence[LinkBytes], path: Path | None) -> None:
-    """Print what crossed each link, and write it where asked."""
+def report(before: Sequence[HostTraffic], after: Sequence[HostTraffic], path: Path | None) -> None:
+    """Print the bytes of each link, and write them to `path`."""
     moved = [
-        LinkBytes(a.sent - b.sent, a.received - b.received)
+        HostTraffic(a.sent - b.sent, a.received - b.received)
         for a, b in zip(after, before, strict=True)
     ]
     for index, link in enumerate(moved):
@@ -315,10 +325,14 @@ def report(before: Sequence[LinkBytes], after: Sequence[LinkBytes], path: Path |
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == [GUARD]:
+        sys.stdin.read()
+        remove_namespaces(argv[1])
+        return 0
     arguments = parse_arguments(argv)
 
     def interrupted(number: int, frame: object) -> None:
-        raise KeyboardInterrupt  # SIGTERM and a closed terminal clean up like Ctrl-C
+        raise KeyboardInterrupt  # clean up as after Ctrl-C
 
     signal.signal(signal.SIGTERM, interrupted)
     signal.signal(signal.SIGHUP, interrupted)
@@ -333,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"netlab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("netlab: interrupted; everything it made is removed", file=sys.stderr)
+        print("netlab: interrupted; its namespaces are removed", file=sys.stderr)
         return 130
 
 

@@ -1,17 +1,17 @@
-"""Measure which form of Newton-Schulz each shape should take on this CPU, and write the table that runs read.
+"""Measure the fastest form of Newton-Schulz for each shape on this CPU, and write a table of them.
 
-    python tools/ns_table.py --write         measure and rewrite optim/cpu/newton_schulz_table.py (15 minutes)
-    python tools/ns_table.py --write-batches the same of what concerns batches alone (2 minutes)
-    python tools/ns_table.py --report        our time against the plain iteration's, one thread, float32
+    python tools/lab/ns_table.py --write          measure and rewrite the table (15 minutes)
+    python tools/lab/ns_table.py --write-batches  only the table's figures for batches (2 minutes)
+    python tools/lab/ns_table.py --report         our time against the plain iteration's
 
-Runs read the table and never measure: two runs of one config do the same arithmetic. Candidates are timed in
-alternation, so that a busy machine slows all of them alike; the report compares medians.
+The table is matrixtitan/optim/cpu/newton_schulz_table.py, for one thread and float32. Runs read it and
+never measure, so two runs of one config do the same arithmetic. Candidates are timed in
+alternation, so that a busy machine slows all of them alike. The report compares medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,11 +19,10 @@ from math import log
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 from torch import Tensor
 
+import checkout  # noqa: F401
 from matrixtitan.optim import cpu
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.optim.batching import orthogonalize
@@ -61,9 +60,9 @@ Forms = dict[int, dict[float, FormEntry]]
 
 SEVERAL = 4
 MARGIN = 1.03
-"""What replaces the standard form in whole products, or calls one by one, must be so much faster, for noise."""
+"""How much faster a candidate must be to replace the simpler one, because of noise."""
 
-TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
+TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/lab/ns_table.py`."""
 
 from typing import Literal
 
@@ -71,25 +70,29 @@ FormEntry = tuple[Literal["standard", "gram"], int, int]
 
 FORMS: dict[int, dict[float, FormEntry]] = {{
 {forms}}}
-"""short side -> long side / short side -> (form, depth of X X^T, depth of (R, R) products), for float32 on the CPU;
-measured with one thread."""
+"""short side -> long side / short side -> (form, depth of X X^T, depth of (R, R) products).
+
+For float32 on the CPU, measured with one thread."""
 
 BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {{
 {batched}}}
-"""The same for batches of equal shapes, where a call's own cost is shared."""
+"""The same for batches of equal shapes, which share the cost of a call."""
 
 BATCH_ELEMENTS = {batch_elements}
 """Elements up to which equal shapes are multiplied as one batch."""
 
 ONEDNN_ROWS = {onednn_rows}
-"""The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
+"""The smallest short side that uses oneDNN's products, if they pay (see `onednn.py`)."""
 '''
 
 
 def alternating_times(
     candidates: Sequence[Callable[[], object]], seconds: float
 ) -> list[list[float]]:
-    """Seconds of every call of each candidate, called in turn for about `seconds` in all (5 rounds at least)."""
+    """Seconds of every call of each candidate, called in turn for about `seconds` in total.
+
+    There are at least 5 rounds.
+    """
     for candidate in candidates:
         candidate()
     times: list[list[float]] = [[] for _ in candidates]
@@ -108,16 +111,16 @@ def alternating_medians(candidates: Sequence[Callable[[], object]], seconds: flo
 
 
 def relative_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """The median, over the rounds, of each candidate's time over the first one's in that round.
+    """The median over the rounds of each candidate's time relative to the first candidate's.
 
-    What slows a machine for longer than a round cancels.
+    A disturbance that lasts longer than a round cancels.
     """
     first, *others = alternating_times(candidates, seconds)
     return [1.0, *(median(t / f for t, f in zip(record, first, strict=True)) for record in others)]
 
 
 def plain(matrix: Tensor) -> Tensor:
-    """torch.optim.Muon's iteration, as it is written there, in float32."""
+    """torch.optim.Muon's iteration, in float32."""
     a, b, c = QUINTIC
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.mT if tall else matrix
@@ -135,10 +138,10 @@ def loop(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> FormEntry:
-    """The fastest way of the whole iteration for (rows, rows * ratio), or for a batch of such.
+    """The fastest form of the whole iteration for (rows, rows * ratio), or for a batch of them.
 
-    Depths are searched one after the other and in the whole iteration: a product that is timed alone finds its
-    operands in other caches.
+    Depths are searched one after the other. The whole iteration is timed, since a product that is
+    timed alone finds its operands in other caches.
     """
     cols = round(rows * ratio)
     x = torch.randn(rows, cols)
@@ -165,9 +168,10 @@ def best_form(rows: int, ratio: float, seconds: float, *, batched: bool) -> Form
 
 
 def batch_elements(seconds: float) -> int:
-    """The least number of elements in a batch that is nearly as fast over BATCH_SHAPES as the fastest.
+    """The smallest limit on a batch's elements that is nearly as fast as the fastest limit.
 
-    Speeds are means of the logarithms of times; of each shape there are as many matrices as the largest limit takes.
+    Limits are compared by the mean logarithm of their times over BATCH_SHAPES. Of each shape there
+    are as many matrices as fit the largest limit.
     """
     logs = [0.0] * len(BATCH_LIMITS)
     settings = make_newton_schulz()
@@ -191,7 +195,10 @@ def batch_elements(seconds: float) -> int:
 
 
 def onednn_rows(seconds: float) -> int:
-    """The smallest size from which oneDNN's products are faster for square and 1:3 matrices; as before where absent."""
+    """The smallest size at which oneDNN's products are faster for square and 1:3 matrices.
+
+    The table's present value if oneDNN does not pay on this machine.
+    """
     if not onednn.pays():
         return cpu.ONEDNN_ROWS
     settings = make_newton_schulz()
@@ -233,7 +240,7 @@ def body(forms: Forms) -> str:
 
 
 def write_table(seconds: float, *, batches_alone: bool) -> None:
-    """Measure and write the module; the limits follow from the table that was there before."""
+    """Measure and write the module. Limits are measured with the forms of the present table."""
     cpu.BATCH_ELEMENTS = batch_elements(seconds)
     forms = cpu.FORMS if batches_alone else measured_forms(SIZES, seconds)
     TABLE.write_text(
@@ -247,9 +254,9 @@ def write_table(seconds: float, *, batches_alone: bool) -> None:
 
 
 def report(seconds: float) -> None:
-    """Print our speed over the plain iteration's, and the errors of both, for a list of shapes.
+    """Print our speedup over the plain iteration, and the errors of both, for each shape.
 
-    The second ratio is that of SEVERAL matrices, as a model has them, where the plain iteration loops over them.
+    The second ratio is for SEVERAL equal matrices, over which the plain iteration loops.
     """
     print(
         "| shape | form | plain ms | ours ms | ratio | ratio, several | error of plain / ours |\n"
@@ -277,8 +284,9 @@ def report(seconds: float) -> None:
         results = (plain(matrix), orthogonalize([matrix], settings)[0])
         errors = [(result.double() - exact).abs().max().item() for result in results]
         print(
-            f"| {shape[0]}x{shape[1]} | {choice.form}, {products} | {before * 1e3:.3f} | {after * 1e3:.3f} "
-            f"| {before / after:.2f} | {looped / batched:.2f} | {errors[0]:.1e} / {errors[1]:.1e} |",
+            f"| {shape[0]}x{shape[1]} | {choice.form}, {products} | {before * 1e3:.3f} "
+            f"| {after * 1e3:.3f} | {before / after:.2f} | {looped / batched:.2f} "
+            f"| {errors[0]:.1e} / {errors[1]:.1e} |",
             flush=True,
         )
 
@@ -293,7 +301,7 @@ def main() -> None:
     )
     parser.add_argument("--report", action="store_true", help="compare with the plain iteration")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="time for each comparison (default 1)"
+        "--seconds", type=float, default=1.0, help="time per comparison (default 1)"
     )
     arguments = parser.parse_args()
     if not (arguments.write or arguments.write_batches or arguments.report):

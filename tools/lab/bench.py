@@ -1,11 +1,12 @@
-"""Time every strategy on the same model and data in one run, alternating, and say what each sends and holds.
+"""Measure every strategy on the same model and data in one run: times, bytes sent, bytes held.
 
-    python tools/bench.py --config bench_cpu.toml --nproc 4 --strategies matrix_fsdp,fsdp2_all_to_all,ddp \\
-        --steps 12 --warmup 3 --output outputs/bench
+    python tools/lab/bench.py --config bench_cpu.toml --nproc 4 --steps 12 --warmup 3 \\
+        --strategies matrix_fsdp,fsdp2_all_to_all,ddp --output outputs/bench
 
-With --nproc it starts the ranks itself; without, it is one rank of a job that a launcher (torchrun, netlab.py) set up,
-or a job of one. `_stock` after an fsdp2 strategy's name gives it PyTorch's own collectives. Further `--section.key
-value` pairs override the config. Next: `bench_measure.py`.
+Strategies alternate, so that a noisy machine slows all of them alike. With --nproc the bench starts
+the ranks itself. Without, it is one rank of the job that a launcher (torchrun, netlab.py) set up,
+or a job of one rank. `_stock` after an fsdp2 strategy's name selects PyTorch's own collectives.
+Further `--section.key value` pairs override the config. Next: `bench_measure.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # a script's own folder is all that Python adds
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory trace announces itself otherwise
+# otherwise the memory trace announces itself
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import torch
 import torch.distributed as dist
@@ -34,14 +32,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
-from matrixtitan.mesh import World, init_world
-from matrixtitan.metrics import peak_flops
-from matrixtitan.ranks import split_batch
-from models.base import LanguageModel
-from tools import bench_report
-from tools.bench_measure import (
-    STRATEGIES,
+import bench_report
+import checkout  # noqa: F401
+from bench_measure import (
+    STRATEGY_KEYS,
     VOCAB_SIZE,
     Contender,
     Corpus,
@@ -50,17 +44,22 @@ from tools.bench_measure import (
     strategy_config,
     wire_interface,
 )
+from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
+from matrixtitan.mesh import World, init_world
+from matrixtitan.metrics import peak_flops
+from matrixtitan.ranks import split_batch
+from models.base import LanguageModel
 
 FREE_STEPS = 2
-"""Steps in one sample of `step_ms`: between two of them no rank waits for the others."""
+"""Steps in one sample of `step_ms`. No barrier separates them."""
 COMMUNICATION_REPEATS = 5
-"""At most; no more than --steps."""
+"""Upper limit on replays of a phase's collectives; --steps is another."""
 
 
 def main(argv: Sequence[str]) -> int:
     options, overrides = parse_arguments(argv)
     try:
-        # the corpus is its own: what a config would train on need not be here
+        # the bench has its own corpus, so the config's data need not exist here
         own = shlex.split(EMBEDDED_OVERRIDES)
         config = load_config(["--config", options.config, *own, *overrides])
         for name in options.strategies:
@@ -70,23 +69,25 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if options.nproc is not None and "RANK" not in os.environ:
         return launch(options.nproc, argv)
-    run_rank(options, config, " ".join(["python tools/bench.py", shlex.join(argv)]))
+    run_rank(options, config, " ".join(["python tools/lab/bench.py", shlex.join(argv)]))
     return 0
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The bench's own options, and what is left: overrides of the config."""
+    """The bench's own options, and the overrides of the config."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default="bench_cpu.toml")
     parser.add_argument("--nproc", type=int, help="start this many ranks here")
-    parser.add_argument("--strategies", type=lambda text: text.split(","), default=list(STRATEGIES))
+    parser.add_argument(
+        "--strategies", type=lambda text: text.split(","), default=list(STRATEGY_KEYS)
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=12,
-        help="samples of each phase, and as many steps without barriers",
+        help="samples of each phase, and as many steps without barriers between phases",
     )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
@@ -99,20 +100,21 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--vocab-size",
         type=int,
         default=VOCAB_SIZE,
-        help="rows of embedding and head; the corpus is bytes, so more than 256 only cost what they cost",
+        help="rows of embedding and head; the corpus is bytes, so rows after 256 only cost time",
     )
     options, overrides = parser.parse_known_args(argv)
     if options.steps < 1 or options.warmup < 1:
         parser.error(
-            "--steps and --warmup must be at least 1: the first step allocates what later ones reuse"
+            "--steps and --warmup must be at least 1: the first step allocates buffers that later "
+            "steps reuse"
         )
     return options, overrides
 
 
 def launch(nproc: int, argv: Sequence[str]) -> int:
-    """Start the ranks on this machine, as torchrun does; the first failure ends the others and is returned."""
+    """Start the ranks on this machine. The first failure ends the others and is returned."""
     threads = max(1, (os.cpu_count() or 1) // nproc)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # which the ranks inherit
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with TemporaryDirectory(prefix="bench_") as errors:
         config = LaunchConfig(
             min_nodes=1,
@@ -137,7 +139,7 @@ def launch(nproc: int, argv: Sequence[str]) -> int:
 
 
 def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
-    """Measure all strategies together with the other ranks; the first one reports."""
+    """Measure all strategies together with the other ranks. Rank 0 reports."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with init_world(config) as world:
         training = config.training
@@ -164,10 +166,11 @@ def run_rank(options: argparse.Namespace, config: Config, command: str) -> None:
 
 
 def measure(contenders: Sequence[Contender], steps: int, warmup: int) -> None:
-    """Rounds in which every strategy takes a turn, the first one changing, so that a noisy machine harms all alike."""
+    """Rounds in which every strategy takes a turn. Each round begins with another strategy."""
     for contender in contenders:
         contender.warm_up(warmup)
-    gc.disable()  # a collection at its own time on each rank would make the others wait
+    # a garbage collection on one rank would make the others wait
+    gc.disable()
     try:
         for number in range(steps):
             for contender in _rotated(contenders, number):
@@ -192,7 +195,7 @@ def _rotated(contenders: Sequence[Contender], number: int) -> list[Contender]:
 def describe(
     config: Config, world: World, corpus: Corpus, model: LanguageModel, command: str
 ) -> dict[str, Any]:
-    """The part of bench.json that all strategies share."""
+    """The part of bench.json that does not depend on the strategy."""
     backend = dist.get_backend()
     transports = config.parallelism.fsdp2_transports
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else cpu_name()
@@ -222,7 +225,7 @@ def describe(
 
 
 def cpu_name() -> str:
-    """The processor as Linux names it; elsewhere the architecture."""
+    """The processor's name on Linux; elsewhere the architecture."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else ():
         if line.startswith("model name"):
@@ -235,7 +238,7 @@ def add_strategies(
 ) -> None:
     """Fill in `strategies` and `ratios` from all ranks' measurements.
 
-    Model FLOPs utilisation is over the device's dense bfloat16 peak; None where that is not known.
+    MFU is relative to the device's dense bfloat16 peak, and None if the peak is not known.
     """
     report["strategies"] = {
         name: bench_report.summarize([rank[name] for rank in ranks], shared_interface)

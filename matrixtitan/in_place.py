@@ -1,4 +1,4 @@
-"""Output that is there whole or not at all, and never over something else."""
+"""Output that appears whole or not at all, and never overwrites anything."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def in_place(output: Path) -> Iterator[Path]:
-    """A path to write to that becomes `output` at the end, whole, or goes away with an error.
+    """A path to write to. It becomes `output` at the end, or is removed after an error.
 
-    ValueError if something is at `output` already.
+    ValueError if `output` exists.
     """
     written = output.parent / f"{output.name}.writing"
     for path in (output, written):

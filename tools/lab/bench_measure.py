@@ -1,7 +1,7 @@
-"""Measure one strategy on this rank: phase times, losses, bytes that stay, bytes at the peak, communication.
+"""Measure one strategy on this rank: phase times, losses, memory and communication.
 
-Owns the Contender (a model under one strategy, trained step by step) and what is read from it. Every figure is this
-rank's; `bench.py` decides the order of things and `bench_report.py`, next, puts the ranks together.
+Owns the Contender, which is a model under one strategy, trained step by step. Every figure is this
+rank's. `bench.py` decides the order of measurements. Next: `bench_report.py`, which combines ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from matrixtitan.config import Config
 from matrixtitan.mesh import World
 from matrixtitan.strategies.collective_counter import CollectiveCounter
 
-VOCAB_SIZE = 256  # bytes: the corpus has no other tokens
+VOCAB_SIZE = 256  # tokens are bytes
 CORPUS_BYTES = 1 << 21
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGY_KEYS: dict[str, dict[str, Any]] = {
     "matrix_fsdp": {"strategy": "matrix_fsdp"},
     "fsdp2_gather_each": {"strategy": "fsdp2", "matrix_exchange": "gather_each"},
     "fsdp2_gather_once": {"strategy": "fsdp2", "matrix_exchange": "gather_once"},
@@ -39,18 +39,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
 }
 STOCK = "_stock"
-"""Suffix of an fsdp2 strategy's name: with PyTorch's own collectives instead of the tuned ones."""
+"""Suffix of an fsdp2 strategy's name that selects PyTorch's own collectives."""
 
 
 def strategy_config(config: Config, name: str) -> Config:
-    """`config` with the strategy that `name` stands for; ValueError for an unknown one."""
+    """`config` with the strategy of that name. Raises ValueError for an unknown name."""
     base = name.removesuffix(STOCK)
-    if base not in STRATEGIES or (base != name and not base.startswith("fsdp2")):
+    if base not in STRATEGY_KEYS or (base != name and not base.startswith("fsdp2")):
         raise ValueError(
-            f"--strategies: {name!r} is unknown; choose from {', '.join(STRATEGIES)}, and add {STOCK} to an fsdp2 one "
-            "for PyTorch's own transports"
+            f"--strategies: {name!r} is unknown; choose from {', '.join(STRATEGY_KEYS)}; "
+            f"{STOCK} after an fsdp2 strategy's name selects PyTorch's own transports"
         )
-    choice = STRATEGIES[base]
+    choice = STRATEGY_KEYS[base]
     transports = "stock" if base != name else config.parallelism.fsdp2_transports
     exchange = choice.get("matrix_exchange", config.optimizer.matrix_exchange)
     return dataclasses.replace(
@@ -64,7 +64,8 @@ def strategy_config(config: Config, name: str) -> Config:
 
 @dataclass
 class Measurements:
-    """What one rank saw of one strategy. Times in ms, one entry a sample; `losses` are this rank's shares."""
+    """One rank's figures of one strategy. Times are in ms, one entry per sample; `losses` are
+    this rank's shares."""
 
     fwd_bwd_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
@@ -83,7 +84,8 @@ class Measurements:
 
 
 class Corpus:
-    """Bytes of the standard library's own source as tokens; the batch of a step is the same for every strategy."""
+    """The standard library's source, with bytes as tokens. A step's batch is the same for every
+    strategy."""
 
     def __init__(self, world: World, sequences: int, seq_len: int) -> None:
         text = b"".join(
@@ -91,7 +93,7 @@ class Corpus:
         )
         self._tokens = torch.frombuffer(bytearray(text[:CORPUS_BYTES]), dtype=torch.uint8)
         self._world = world
-        self.sequences = sequences  # of all ranks in one step
+        self.sequences = sequences  # per step, over all ranks
         self.seq_len = seq_len
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +110,7 @@ class Corpus:
 
 
 class Contender:
-    """One strategy's model and optimizers, and its measurements so far."""
+    """One strategy's model, optimizers and measurements."""
 
     def __init__(
         self, name: str, config: Config, world: World, corpus: Corpus, vocab_size: int
@@ -135,7 +137,7 @@ class Contender:
         self._step += 1
 
     def optimizer_step(self) -> None:
-        """Clip, step and drop the gradients, as the trainer does; the norm is read, as it is there."""
+        """Clip, step and drop the gradients. The norm is read, as in the trainer."""
         self._strategy.clip_grad_norm_(self._max_norm).item()
         self._strategy.step(self._optimizers)
         self._strategy.model.zero_grad(set_to_none=True)
@@ -145,7 +147,7 @@ class Contender:
         self._strategy.close()
         return self.measured
 
-    # --- samples -------------------------------------------------------------------------------------------------
+    # --- samples ------------------------------------------------------------------------------
 
     def warm_up(self, steps: int) -> None:
         for _ in range(steps):
@@ -153,7 +155,8 @@ class Contender:
             self.optimizer_step()
 
     def sample_phases(self) -> None:
-        """One step with a barrier at each phase's edges, so that no phase waits for another's stragglers."""
+        """One step with a barrier around each phase, so that no phase waits for slow ranks of the
+        phase before."""
         for phase, samples in (
             (self.forward_backward, self.measured.fwd_bwd_ms),
             (self.optimizer_step, self.measured.optimizer_ms),
@@ -161,7 +164,7 @@ class Contender:
             samples.append(self._timed(phase))
 
     def sample_steps(self, steps: int) -> None:
-        """`steps` steps without a barrier between them; the mean is one sample."""
+        """`steps` steps without a barrier between them. Their mean time is one sample."""
         self.measured.step_ms.append(self._timed(lambda: self.warm_up(steps)) / steps)
 
     def _timed(self, run: Callable[[], None]) -> float:
@@ -176,16 +179,17 @@ class Contender:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
 
-    # --- bytes ---------------------------------------------------------------------------------------------------
+    # --- bytes --------------------------------------------------------------------------------
 
     def count_communication(self, repeats: int) -> None:
-        """One step's collectives and wire bytes by phase, and the same messages alone, `repeats` times."""
+        """Count one step's collectives and wire bytes by phase, then time the same messages
+        without computation, `repeats` times."""
         wire = WireCounter(self._world)
         for phase, run in (("fwd_bwd", self.forward_backward), ("optimizer", self.optimizer_step)):
             replay = Replay(self._world.device)
             dist.barrier()
             before = wire.sent()
-            # eager: Dynamo compiles nothing under the counter's dispatch mode
+            # Dynamo compiles nothing under the counter's dispatch mode
             with (
                 torch.compiler.set_stance("force_eager"),
                 CollectiveCounter(replay.record) as counter,
@@ -209,7 +213,7 @@ class Contender:
             dist.barrier()
 
     def measure_memory(self) -> None:
-        """Resident bytes, and the highest that one step reaches with this strategy's own tensors."""
+        """Resident bytes, and the peak of one step, of this strategy's own tensors."""
         kept = storage_bytes(self._kept_tensors())
         with traced_memory(self._world.device) as forward_backward:
             self.forward_backward()
@@ -217,7 +221,7 @@ class Contender:
         with traced_memory(self._world.device) as optimizer:
             self.optimizer_step()
         resident = kept + gradients
-        # what forward and backward did not allocate was there before: buckets that DDP keeps its gradients in
+        # gradients that forward and backward did not allocate, such as DDP's buckets, are resident
         before = max(kept, resident - forward_backward.end)
         self.measured.resident_bytes = resident
         self.measured.optimizer_transient_bytes = optimizer.peak
@@ -239,10 +243,13 @@ class Contender:
 
 
 def matmul_flops(device: torch.device, seconds: float = 0.3) -> float:
-    """FLOP/s of this rank's matrix products (float32 on the CPU, bfloat16 on CUDA) while all ranks multiply."""
+    """FLOP/s of this rank's matrix products while all ranks multiply.
+
+    The products are in float32 on the CPU and in bfloat16 on CUDA.
+    """
     on_cpu = device.type == "cpu"
     size, dtype = (384, torch.float32) if on_cpu else (8192, torch.bfloat16)
-    at_a_time = 1 if on_cpu else 8  # waiting for each would be part of its time
+    at_a_time = 1 if on_cpu else 8  # several, so that waiting for the GPU costs little
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
 
@@ -252,7 +259,7 @@ def matmul_flops(device: torch.device, seconds: float = 0.3) -> float:
         if not on_cpu:
             torch.cuda.synchronize(device)
 
-    multiply()  # the first product also loads the library
+    multiply()  # loads the library
     dist.barrier()
     products, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds:
@@ -262,7 +269,7 @@ def matmul_flops(device: torch.device, seconds: float = 0.3) -> float:
 
 
 def storage_bytes(tensors: Iterator[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each counted once; padding and neighbours in it count."""
+    """Bytes of the storages behind these tensors, padding included. A storage counts once."""
     sizes = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -273,7 +280,7 @@ def storage_bytes(tensors: Iterator[Tensor]) -> int:
 
 @dataclass
 class Traced:
-    """Bytes above where the trace began: at the highest point and at the end."""
+    """Bytes allocated since the trace began: at the peak and at the end."""
 
     peak: int = 0
     end: int = 0
@@ -281,7 +288,7 @@ class Traced:
 
 @contextmanager
 def traced_memory(device: torch.device) -> Iterator[Traced]:
-    """Follow what PyTorch allocates inside; the result is filled in when it ends."""
+    """Trace PyTorch's allocations inside the with block. The result is filled in at its end."""
     result = Traced()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -294,21 +301,22 @@ def traced_memory(device: torch.device) -> Iterator[Traced]:
         return
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         yield result
-    kineto = trace.profiler.kineto_results  # type: ignore[union-attr]  # the only place that has every change in order
+    # no public result has every allocation in order
+    kineto = trace.profiler.kineto_results  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
-    for _, nbytes in changes:  # negative where memory was freed
+    for _, nbytes in changes:  # negative if memory is freed
         result.end += nbytes
         result.peak = max(result.peak, result.end)
 
 
 class WireCounter:
-    """Bytes through this job's network interface: of this host, or on loopback of all ranks of the machine."""
+    """Bytes through this job's network interface: this host's, or on loopback all ranks'."""
 
     def __init__(self, world: World) -> None:
         self.interface = wire_interface(world.size)
 
     def sent(self) -> int | None:
-        """None where there is no such interface to read."""
+        """None if the interface is not known."""
         return self._counter("tx_bytes")
 
     def received(self) -> int | None:
@@ -321,7 +329,7 @@ class WireCounter:
 
 
 def wire_interface(world_size: int) -> str | None:
-    """The interface that gloo's messages cross, or None where it cannot be told."""
+    """The interface of gloo's messages, or None if it is not known."""
     name = os.environ.get(
         "GLOO_SOCKET_IFNAME",
         "lo" if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size else "",
@@ -335,16 +343,8 @@ def wire_interface(world_size: int) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor of a recorded message, without its storage."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-
 class Replay:
-    """The collectives of a phase issued again at once on other tensors: the time of communication alone."""
+    """Issues a phase's collectives again on other tensors, for the time of communication alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -353,26 +353,26 @@ class Replay:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shapes = tree_map_only(
-            Tensor, lambda tensor: _Shape(tensor.shape, tensor.dtype), (args, kwargs)
+            Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs)
         )
         self._recorded.append((func, *shapes))
 
     def possible(self) -> bool:
-        """Lone sends and receives would wait for each other on NCCL, which knows them in groups only."""
+        """False for point-to-point messages on NCCL: outside a group they wait for each other."""
         names = {func.name() for func, _, _ in self._recorded}
         return self._device.type == "cpu" or not any(
             "send" in name or "recv" in name for name in names
         )
 
     def prepare(self) -> None:
-        """Allocate the tensors, outside the timed part."""
+        """Allocate the tensors, before the timed part."""
 
-        def allocate(shape: _Shape) -> Tensor:
-            return torch.zeros(shape.size, dtype=shape.dtype, device=self._device)
+        def allocate(shape: Tensor) -> Tensor:
+            return torch.zeros_like(shape, device=self._device)
 
         self._prepared = [
-            (f, *tree_map_only(_Shape, allocate, (args, kwargs)))
-            for f, args, kwargs in self._recorded
+            (func, *tree_map_only(Tensor, allocate, (args, kwargs)))
+            for func, args, kwargs in self._recorded
         ]
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
-"""A rank file's tokenizer as Hugging Face's: tokenizer.json and tokenizer_config.json, the same ids for any text.
+"""A rank file's tokenizer as Hugging Face's tokenizer.json and tokenizer_config.json.
 
-Owns that translation alone; `convert_checkpoint.py` writes it beside the weights. Needs the `tokenizers` package.
+Both give the same ids for any text. `huggingface.py` writes the files beside the weights.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import json
 from pathlib import Path
 
 from matrixtitan.data.tokenizer import Tokenizer, read_ranks
+from matrixtitan.extras import need
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> None:
-    """Write both files to `folder`, for AutoTokenizer. BOS is put before a text, as documents begin in training.
+    """Write both files to `folder`, for AutoTokenizer. A text begins with BOS, as in training.
 
-    Unlike in training, the text of a special token becomes that token: so do chat templates and prompts use it.
+    Unlike in training, the text of a special token becomes that token, since prompts and chat
+    templates rely on it.
     """
-    try:
-        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-        from tokenizers import Tokenizer as FastTokenizer
-    except ImportError:
-        raise ValueError(
-            "a tokenizer is written with the tokenizers package: pip install tokenizers"
-        ) from None
+    need("tokenizers")
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as FastTokenizer
 
     family = tokenizer.family
     vocabulary, merges = vocabulary_and_merges(read_ranks(Path(tokenizer.path)))
@@ -54,10 +52,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_seq_len: int) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def vocabulary_and_merges(
-    ranks: dict[bytes, int],
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Tokens as printable characters, and every pair that makes one, in the order in which pairs are merged."""
+def vocabulary_and_merges(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens as printable characters, and the pairs that form them, in the order of merging."""
     characters = characters_of_bytes()
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = [
@@ -70,7 +66,10 @@ def vocabulary_and_merges(
 
 
 def characters_of_bytes() -> list[str]:
-    """Byte-level BPE writes a byte as its own character where that is printable, else as the next from U+0100 on."""
+    """The character that byte-level BPE writes for each byte.
+
+    A printable byte is its own character; the others take the characters from U+0100 on, in order.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

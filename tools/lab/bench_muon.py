@@ -1,29 +1,26 @@
-"""Time a whole Muon step of a model's matrices on this CPU against a loop over them in the standard form.
+"""Time a whole Muon step of a model's matrices on this CPU against a loop over the matrices.
 
-    python tools/bench_muon.py --flavor debug
-    python tools/bench_muon.py --flavor 150M --rounds 3
+    python tools/lab/bench_muon.py --flavor debug
+    python tools/lab/bench_muon.py --flavor 150M --rounds 3
 
-One thread, float32, the same 5 quintic steps, momentum and update in both. The loop's iteration is the one written in
-torch.optim.Muon, done in float32. Steps alternate, medians are compared.
+Both use one thread, float32, 5 quintic steps, and the same momentum and update. The loop's
+iteration is that of torch.optim.Muon, in float32. Steps alternate, and medians are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
 
+import checkout  # noqa: F401
 from matrixtitan.optim import Muon
-from matrixtitan.optim.newton_schulz import QUINTIC
 from models import build_model, family
+from ns_table import plain
 
 
 def matrices(flavor: str) -> list[nn.Parameter]:
@@ -41,21 +38,13 @@ def matrices(flavor: str) -> list[nn.Parameter]:
 
 def loop_step(params: list[nn.Parameter], buffers: list[Tensor], lr: float = 0.02) -> None:
     """One Muon step, matrix by matrix, in the standard form."""
-    a, b, c = QUINTIC
     with torch.no_grad():
         for param, buffer in zip(params, buffers, strict=True):
             assert param.grad is not None
             buffer.lerp_(param.grad, 0.05)
             update = param.grad.lerp(buffer, 0.95)
-            tall = update.size(0) > update.size(1)
-            x = update.mT if tall else update
-            x = x / x.norm().clamp(min=1e-7)
-            for _ in range(5):
-                gram = x @ x.mT
-                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            param.add_(
-                x.mT if tall else x, alpha=-lr * max(1, param.size(0) / param.size(1)) ** 0.5
-            )
+            scale = max(1, param.size(0) / param.size(1)) ** 0.5
+            param.add_(plain(update), alpha=-lr * scale)
 
 
 def main() -> None:
@@ -68,7 +57,7 @@ def main() -> None:
         default="debug",
         help="model.flavor of llama3 (default debug)",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each (default 15)")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each kind (default 15)")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error(f"--rounds is {arguments.rounds}; it must be at least 1")
@@ -93,7 +82,8 @@ def main() -> None:
             record.append(time.perf_counter() - start)
     loop, ours = (median(record[1:]) for record in times.values())
     print(
-        f"{arguments.flavor}: loop {loop * 1e3:.1f} ms, ours {ours * 1e3:.1f} ms, ratio {loop / ours:.2f}"
+        f"{arguments.flavor}: loop {loop * 1e3:.1f} ms, ours {ours * 1e3:.1f} ms, "
+        f"ratio {loop / ours:.2f}"
     )
 
 

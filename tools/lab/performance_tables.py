@@ -1,10 +1,11 @@
-"""Take the tables of docs/performance.md anew, and write them into it.
+"""Measure the tables of docs/performance.md again, and write them into the document.
 
-    python tools/performance_tables.py                 all of them (about an hour; on a machine that does nothing else)
-    python tools/performance_tables.py cpu-4 net-8-10mbit
+    python tools/lab/performance_tables.py                    all tables (about an hour)
+    python tools/lab/performance_tables.py cpu-4 net-8-10mbit
 
-Owns the list of tables and the command of each; the text around the tables is written by hand. Every table goes
-between its own pair of markers. Next: `bench.py`, which measures.
+The machine must be idle otherwise. Owns the list of tables and the command of each; the text around
+the tables is written by hand. Each table stands between its own pair of markers. Next: `bench.py`,
+which measures.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "performance.md"
-STRATEGIES = "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,zero1_owner,ddp"
+CONTENDERS = (
+    "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,"
+    "zero1_owner,ddp"
+)
 RATES = ("10mbit", "200mbit")
 
 
 def commands() -> dict[str, list[str]]:
-    """Name of a table -> the arguments after `python` that measure it, as the document shows them."""
+    """Name of a table -> the arguments of `python` that measure it, as in the document."""
     tables = {}
     for ranks in (2, 4, 8):
-        bench = ["tools/bench.py", "--config", "bench_cpu.toml", "--nproc", str(ranks)]
+        bench = ["tools/lab/bench.py", "--config", "bench_cpu.toml", "--nproc", str(ranks)]
         tables[f"cpu-{ranks}"] = [
             *bench,
             "--strategies",
-            STRATEGIES,
+            CONTENDERS,
             "--steps",
             "12",
             "--warmup",
@@ -38,14 +42,20 @@ def commands() -> dict[str, list[str]]:
         ]
     for rate in RATES:
         for hosts in (2, 4, 8):
-            netlab = ["tools/netlab.py", "--nodes", str(hosts), "--rate", rate, "--", "python"]
-            bench = ["tools/bench.py", "--config", "bench_netlab.toml", "--strategies", STRATEGIES]
+            netlab = ["tools/lab/netlab.py", "--nodes", str(hosts), "--rate", rate, "--", "python"]
+            bench = [
+                "tools/lab/bench.py",
+                "--config",
+                "bench_netlab.toml",
+                "--strategies",
+                CONTENDERS,
+            ]
             tables[f"net-{hosts}-{rate}"] = [*netlab, *bench, "--steps", "3", "--warmup", "1"]
     return tables
 
 
 def insert(document: str, name: str, table: str) -> str:
-    """`document` with `table` between the markers of `name`; ValueError where they are missing."""
+    """`document` with `table` between the markers of `name`; ValueError if they are missing."""
     begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
     if begin not in document or end not in document:
         raise ValueError(f"{DOCUMENT.name} has no markers {begin} and {end}")
@@ -54,7 +64,7 @@ def insert(document: str, name: str, table: str) -> str:
 
 
 def measure(name: str, arguments: Sequence[str], folder: Path) -> str:
-    """Run one table's command; its Markdown."""
+    """Run one table's command, and return its Markdown."""
     real = [sys.executable if word == "python" else word for word in arguments]
     subprocess.run([sys.executable, *real, "--output", str(folder / name)], cwd=ROOT, check=True)
     table = (folder / name / "bench.md").read_text()

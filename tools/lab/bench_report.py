@@ -1,7 +1,7 @@
-"""Put the ranks' measurements together: bench.json, a table in Markdown, and bars per phase.
+"""Combine the ranks' measurements into bench.json, a Markdown table and a picture.
 
-Owns the meaning of each figure over ranks (the slowest, the fullest, the mean or the sum) and the keys of bench.json.
-It measures nothing; see `bench_measure.py`.
+Owns how each figure is reduced over ranks (the slowest, the fullest, the mean or the sum) and the
+keys of bench.json. It measures nothing; see `bench_measure.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from tools.bench_measure import Measurements
-from tools.pictures import pyplot_for
+from bench_measure import Measurements
+from matrixtitan.extras import pyplot_for
 
 REFERENCE = "matrix_fsdp"
 RATIOS = ("fwd_bwd_ms", "optimizer_ms", "step_ms", "resident_bytes_max", "peak_memory_bytes")
@@ -23,8 +23,8 @@ PHASES = ("fwd_bwd", "optimizer")
 def summarize(ranks: Sequence[Measurements], shared_interface: bool) -> dict[str, Any]:
     """One strategy's entry of bench.json from all ranks' measurements.
 
-    Times are the slowest rank's, sample by sample. Logical bytes are the mean over ranks of what each must send.
-    With `shared_interface` (loopback) every rank read the same counter, which holds the bytes of all.
+    Times are the slowest rank's in each sample. Logical bytes are the mean over ranks. With
+    `shared_interface` (loopback) every rank reads the same counter, which counts all ranks' bytes.
     """
     entry: dict[str, Any] = {
         "losses": [sum(shares) for shares in zip(*(rank.losses for rank in ranks), strict=True)],
@@ -72,7 +72,7 @@ def _add_times(entry: dict[str, Any], name: str, samples: Sequence[float]) -> No
 
 
 def _quartiles(samples: Sequence[float]) -> list[float]:
-    """First and third."""
+    """The first and the third quartile."""
     if len(samples) < 2:
         return [samples[0], samples[0]]
     first, _, third = quantiles(samples, n=4, method="inclusive")
@@ -80,7 +80,7 @@ def _quartiles(samples: Sequence[float]) -> list[float]:
 
 
 def ratios(strategies: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Each strategy's figures over matrix_fsdp's: above 1 where ours is smaller. Empty where ours did not run."""
+    """Each strategy's figures over matrix_fsdp's. Empty if matrix_fsdp did not run."""
     if REFERENCE not in strategies:
         return {}
     ours = strategies[REFERENCE]
@@ -90,19 +90,21 @@ def ratios(strategies: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, f
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """bench.md."""
+    """The content of bench.md."""
+    link = f" at {report['link_rate']}" if report["link_rate"] else ""
     lines = [
-        f"# {report['model']['flavor']} ({report['model']['parameters']:,} parameters) on {report['world_size']} "
-        f"{report['backend']} ranks{' at ' + report['link_rate'] if report['link_rate'] else ''}",
+        f"# {report['model']['flavor']} ({report['model']['parameters']:,} parameters) on "
+        f"{report['world_size']} {report['backend']} ranks{link}",
         "",
         f"{report['ns_steps']} Newton-Schulz steps; {report['sequences']} sequences of "
-        f"{report['seq_len']} tokens a step; "
-        f"FSDP2's transports: {report['fsdp2_transports']}. Times in ms: median (quartiles) of the slowest rank.",
+        f"{report['seq_len']} tokens a step; FSDP2's transports: {report['fsdp2_transports']}. "
+        "Times in ms: median (quartiles) of the slowest rank.",
         _rates(report),
         f"`{report['command']}`",
         "",
-        "| strategy | forward+backward | optimizer | step | communication alone, f+b / opt | resident MB | peak MB | "
-        "optimizer's transient MB | calls f+b / opt | logical MB f+b / opt | wire MB f+b / opt |",
+        "| strategy | forward+backward | optimizer | step | communication alone, f+b / opt "
+        "| resident MB | peak MB | optimizer's transient MB | calls f+b / opt "
+        "| logical MB f+b / opt | wire MB f+b / opt |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(name, entry) for name, entry in report["strategies"].items()]
@@ -126,20 +128,23 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def _rates(report: Mapping[str, Any]) -> str:
-    """How much each rank computes while its link carries a byte, next to a GPU cluster's figure."""
+    """A rank's FLOP/s, and its FLOPs per byte of the link beside a GPU cluster's figure."""
     flops = report["matmul_flops_per_rank"]
     text = f"{report['device']}; matrix products: {flops / 1e9:.3g} GFLOP/s a rank, all at once."
     if report["link_rate"] is None:
         return text
     link = link_bytes_per_second(report["link_rate"])
     return (
-        f"{text} Over {link / 1e6:g} MB/s that is {flops / link:,.0f} FLOPs per byte (an A100's 312 TFLOP/s over "
-        "25 GB/s: 12,480)."
+        f"{text} Over {link / 1e6:g} MB/s that is {flops / link:,.0f} FLOPs per byte (an A100's "
+        "312 TFLOP/s over 25 GB/s: 12,480)."
     )
 
 
 def link_bytes_per_second(rate: str) -> float:
-    """Bytes per second of a rate in tc's spelling, such as 10mbit; ValueError for another unit than kbit to gbit."""
+    """Bytes per second of a rate as tc writes it, such as 10mbit.
+
+    Raises ValueError for a unit other than kbit, mbit and gbit.
+    """
     for unit, bits in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * bits / 8
@@ -178,7 +183,7 @@ def _megabytes(nbytes: float) -> str:
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
-    """bench.json, bench.md and, where there is matplotlib, bench.png in `folder`."""
+    """Write bench.json, bench.md and, with matplotlib, bench.png to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "bench.md").write_text(table(report))
@@ -206,7 +211,8 @@ def _draw(report: Mapping[str, Any], path: Path) -> None:
         axis.set_title(f"{title}, ms")
         axis.invert_yaxis()
     figure.suptitle(
-        f"{report['model']['flavor']}, {report['world_size']} ranks, {report['ns_steps']} Newton-Schulz steps"
+        f"{report['model']['flavor']}, {report['world_size']} ranks, "
+        f"{report['ns_steps']} Newton-Schulz steps"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=120)

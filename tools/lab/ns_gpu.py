@@ -1,26 +1,24 @@
-"""Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, ours against torch.optim.Muon's, in one run.
+"""Time Newton-Schulz and whole Muon steps on a GPU in bfloat16, against torch.optim.Muon's.
 
-    python tools/ns_gpu.py                every form of every shape; batches; then Llama 8B's matrices
-    python tools/ns_gpu.py --seconds 0.5  longer samples
+    python tools/lab/ns_gpu.py                every form and shape, batches, Llama 8B's matrices
+    python tools/lab/ns_gpu.py --seconds 0.5  longer samples
 
-Calls alternate and medians are compared. "Rate" is the share of the rate of an 8192 x 8192 x 8192 product, measured in
-the same run, that a call's own FLOPs reach. The first two tables are what `products.choose_by_flops` and
-`batching.GPU_BATCH_ELEMENTS` should follow; those stand on FLOPs and on a guess so far.
+Calls alternate, and medians are compared. "Rate" is a call's FLOP/s as a share of the FLOP/s of an
+8192 x 8192 x 8192 product in the same run. `products.choose_by_flops` and
+`batching.GPU_BATCH_ELEMENTS` should follow the first two tables; so far they follow FLOP counts and
+a guess.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
 
+import checkout  # noqa: F401
 from matrixtitan.optim import Muon
 from matrixtitan.optim import newton_schulz as ns
 from matrixtitan.optim.batching import orthogonalize
@@ -28,7 +26,7 @@ from matrixtitan.optim.cpu.strips import Strips
 from matrixtitan.optim.newton_schulz import make_newton_schulz
 from matrixtitan.optim.products import WHOLE, Choice
 from matrixtitan.plan.cost import newton_schulz_flops
-from tools.ns_table import alternating_medians
+from ns_table import alternating_medians
 
 SHAPES = ((1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
 LLAMA_8B_BLOCK = (
@@ -50,7 +48,10 @@ BATCHES = (
 
 
 def gpu_medians(candidates: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Median seconds of each candidate, called in turn until each had about `seconds`, its kernels waited for."""
+    """Median seconds of each candidate, called in turn for about `seconds` each.
+
+    A call's time includes its kernels.
+    """
 
     def finished(candidate: Callable[[], object]) -> None:
         candidate()
@@ -68,7 +69,7 @@ def product_rate(seconds: float) -> float:
 
 
 def forms(seconds: float) -> None:
-    """Every form and depth of every shape."""
+    """Print the time of every form and depth for every shape."""
     print(
         "| shape | "
         + " | ".join(f"{form} {depth}" for form in ("standard", "gram") for depth in DEPTHS)
@@ -92,7 +93,7 @@ def forms(seconds: float) -> None:
 
 
 def batches(seconds: float) -> None:
-    """Eight equal matrices, one by one and as one batch."""
+    """Print the time of eight equal matrices, one by one and as one batch."""
     print("\n| shape | 8 alone ms | as a batch ms | ratio |\n|---|---|---|---|")
     for rows, cols in BATCHES:
         matrices = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
@@ -108,10 +109,10 @@ def batches(seconds: float) -> None:
 
 
 def llama_8b(seconds: float, rate: float, blocks: int = 4) -> None:
-    """Whole steps, momentum and update included, on the matrices of a few blocks of Llama 8B."""
+    """Print the time of whole steps on the matrices of a few blocks of Llama 8B."""
     print(
-        f"\n| matrices of {blocks} blocks | torch.optim.Muon ms | ours ms | ratio | rate of theirs / ours |\n"
-        "|---|---|---|---|---|"
+        f"\n| matrices of {blocks} blocks | torch.optim.Muon ms | ours ms | ratio "
+        "| rate of theirs / ours |\n|---|---|---|---|---|"
     )
     everything: list[tuple[tuple[int, int], int]] = []
     for name, shape, count in LLAMA_8B_BLOCK:
@@ -152,15 +153,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.3, help="time of each candidate (default 0.3)"
+        "--seconds", type=float, default=0.3, help="time per candidate (default 0.3)"
     )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("no CUDA GPU is here; tools/ns_table.py --report is for CPUs")
+        parser.error("there is no CUDA GPU here; tools/lab/ns_table.py --report is for CPUs")
     torch.manual_seed(0)
     rate = product_rate(arguments.seconds)
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: 8192^3 product {rate / 1e12:.0f} TFLOP/s\n"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: "
+        f"8192^3 product {rate / 1e12:.0f} TFLOP/s\n"
     )
     forms(arguments.seconds)
     batches(arguments.seconds)

@@ -1,14 +1,15 @@
-"""Time every transport on a plan's units and compare with its price: seconds, and bytes through the interface.
+"""Compare every transport's seconds and bytes on a plan's units with the planner's formulas.
 
-    python tools/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- python tools/transport_lab.py --rate 10mbit
-    torchrun --nproc-per-node 4 tools/transport_lab.py
+    python tools/lab/netlab.py --nodes 8 --rate 10mbit --mtu 9000 -- \\
+        python tools/lab/transport_lab.py --rate 10mbit
+    torchrun --nproc-per-node 4 tools/lab/transport_lab.py
 
-Every rank runs it. Transports take turns; medians of the slowest rank. A message's latency is what the same operation
-takes, in the same rounds, with a few bytes of each owner; the rest of a prediction is bytes over the rate. `--check`
-fails where a time is more than 20% from its formula, or the ring's bytes are more than 5% above. `--overlap` computes
-meanwhile, for about as long, and says how much of the shorter of the two was hidden. Owns only these comparisons.
-Next: `matrixtitan/fsdp/transports.py`, and
-`matrixtitan/plan/transport_registry.py` for the prices.
+Every rank runs it. Transports take turns, and times are medians of the slowest rank. A message's
+latency is the time of the same operation, in the same rounds, with a few bytes per owner; the rest
+of a prediction is bytes over the rate. `--check` fails if a time is more than 20% from its formula,
+or if the ring's bytes are more than 5% above theirs. `--overlap` computes at the same time, for
+about as long, and prints how much of the shorter of the two is hidden.
+Next: `matrixtitan/fsdp/transports.py`, and `matrixtitan/plan/transport_registry.py` for the formulas.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import checkout  # noqa: F401
+from bench_measure import WireCounter
+from bench_report import link_bytes_per_second
 from matrixtitan.config import Config, ModelConfig, TrainingConfig
 from matrixtitan.fsdp.transports import OwnedTensor, Transport, runtime_class
 from matrixtitan.mesh import World, init_world
@@ -40,23 +41,15 @@ from matrixtitan.plan.transport_registry import (
     transport_seconds,
 )
 from models import build_model
-from tools.bench_measure import WireCounter
 
-UNITS = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}  # bytes per second
 TIME_MARGIN, BYTE_MARGIN = 0.2, 0.05
-FEW_BYTES = 32  # of an owner, times ranks: gloo cuts a reduction into two segments a rank, and skips empty ones
-
-
-def link_bytes_per_second(rate: str) -> float:
-    """ "10mbit" as bytes per second."""
-    for suffix, scale in UNITS.items():
-        if rate.endswith(suffix):
-            return float(rate.removesuffix(suffix)) * scale
-    raise ValueError(f"--rate {rate!r}: write it as netlab does, such as 10mbit or 1gbit")
+FEW_BYTES = 32
+"""Bytes per owner and rank for a latency. gloo cuts a reduction into two segments per rank, and
+skips empty segments."""
 
 
 def shares_of_units(flavor: str, vocab_size: int, world_size: int) -> dict[str, list[int]]:
-    """Bytes of each owner's share of every unit, by the plan."""
+    """Each owner's bytes of every unit, by the plan."""
     with torch.device("meta"):
         model = build_model("llama3", flavor, vocab_size=vocab_size, max_seq_len=128)
     config = Config(model=ModelConfig(flavor=flavor), training=TrainingConfig(global_batch_size=1))
@@ -64,7 +57,10 @@ def shares_of_units(flavor: str, vocab_size: int, world_size: int) -> dict[str, 
 
 
 class Moved(NamedTuple):
-    """One operation: seconds of the slowest rank, and bytes through this rank's interface (0: it has none)."""
+    """One operation: the slowest rank's seconds, and bytes through this rank's interface.
+
+    The bytes are 0 if the rank has no interface of its own.
+    """
 
     seconds: float
     sent: int
@@ -82,12 +78,12 @@ def move(
     for work in getattr(transport, direction)(pieces):
         work.wait()
     took = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(took, dist.ReduceOp.MAX)  # and all sends are done
+    dist.all_reduce(took, dist.ReduceOp.MAX)  # afterwards all sends are done
     return Moved(took.item(), (wire.sent() or 0) - sent, (wire.received() or 0) - received)
 
 
 def largest(value: float) -> float:
-    """Over all ranks."""
+    """The largest value of all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()
@@ -101,7 +97,7 @@ def compare(
     shares: list[int],
     rate: str,
 ) -> tuple[str, bool]:
-    """A line of the table, and whether it is as the formulas say. Every rank calls it."""
+    """A line of the table, and whether it agrees with the formulas. Every rank calls this."""
     seconds, latency = (
         statistics.median(sample.seconds for sample in moves) for moves in (samples, without_bytes)
     )
@@ -134,7 +130,7 @@ def compute(count: int) -> None:
 
 
 def seconds_of(act: Callable[[], None]) -> float:
-    """The slowest rank's."""
+    """Seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     act()
@@ -142,7 +138,7 @@ def seconds_of(act: Callable[[], None]) -> float:
 
 
 def hidden(transport: Transport, direction: Direction, shares: Sequence[int], rounds: int) -> float:
-    """How much of moving or computing, whichever is shorter, takes no time beside the other: 0 to 1, by medians."""
+    """The share of moving or computing, whichever is shorter, that the other hides: 0 to 1."""
 
     def moving(count: int) -> None:
         pieces = [
@@ -172,9 +168,10 @@ def hidden(transport: Transport, direction: Direction, shares: Sequence[int], ro
 def step_of_ring(
     ring: Transport, units: Sequence[Sequence[int]], rank: int, wire: WireCounter
 ) -> float:
-    """Bytes of a step over this rank's due, the worst rank's: every unit gathered twice and reduced once.
+    """A step's bytes relative to the formula, for the worst rank.
 
-    What a rank lacks it receives in a gather, and sends in a reduction.
+    A step gathers every unit twice and reduces it once. A rank receives the bytes that it lacks in
+    a gather, and sends them in a reduction.
     """
     moved = due = 0
     for shares in units:
@@ -188,16 +185,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description="Transports against their formulas; run on every rank."
     )
-    parser.add_argument("--flavor", default="netlab", help="model whose plan is moved")
+    parser.add_argument("--flavor", default="netlab", help="the model whose plan is measured")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--rate", default="", help="the links' rate, for predictions, such as 10mbit"
     )
     parser.add_argument(
-        "--overlap", action="store_true", help="also compute while it moves: three times as long"
+        "--overlap",
+        action="store_true",
+        help="also compute at the same time; takes three times as long",
     )
-    parser.add_argument("--check", action="store_true", help="exit code 1 where a margin is passed")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a margin is exceeded")
     arguments = parser.parse_args(argv)
     with init_world(Config()) as world:
         good = measure(world, arguments)
@@ -205,9 +204,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(world: World, arguments: argparse.Namespace) -> bool:
-    """Print the tables; whether all is as the formulas say."""
+    """Print the tables. Returns whether everything agrees with the formulas."""
     wire = WireCounter(world)
-    counted = wire.interface not in (None, "lo")  # loopback's counter is all ranks'
+    counted = wire.interface not in (None, "lo")  # loopback counts all ranks' bytes
     transports = {
         name: runtime_class(name)(dist.new_group())
         for name, spec in TRANSPORTS.items()
@@ -239,16 +238,12 @@ def measure(world: World, arguments: argparse.Namespace) -> bool:
                     )
         say(f"\n{unit}: {sum(shares)} bytes, largest share {max(shares)}, smallest {min(shares)}")
         say(
-            "transport  direction  messages  measured ms  predicted ms  ratio  busiest link    formula  ratio"
+            "transport  direction  messages  measured ms  predicted ms  ratio  "
+            "busiest link    formula  ratio"
         )
         for (name, direction), moves in samples.items():
             line, as_predicted = compare(
-                name,
-                direction,
-                moves,
-                without_bytes[name, direction],
-                shares,
-                arguments.rate,
+                name, direction, moves, without_bytes[name, direction], shares, arguments.rate
             )
             good = good and as_predicted
             if arguments.overlap:
