@@ -1,0 +1,81 @@
+"""README and docs: links and anchors lead somewhere, and the files that the pages name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SCRIPT = re.compile(r"(?:^|[\s`'(])((?:tools|tests)/[\w./-]+\.(?:py|sh))\b")
+PATH = re.compile(r"`((?:matrixtitan|models|tools|tests|train_configs|docs)/[\w./*-]*)`")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: str) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for link in LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            found.append(link)
+    return found
+
+
+def missing_files(page: Path) -> list[str]:
+    text = page.read_text()
+    return sorted(
+        path for path in {*SCRIPT.findall(text), *PATH.findall(text)} if not list(ROOT.glob(path))
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert missing_files(page) == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page.suffix != ".md" or not page.exists():
+            continue
+        seen.add(page)
+        links = (link.partition("#")[0] for link in LINK.findall(page.read_text()))
+        waiting += [(page.parent / link).resolve() for link in links if ":" not in link]
+    assert set(PAGES) - seen == set()
+
+
+def test_the_checks_see_what_is_broken(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Two words, `code`\n[a](page.md#two-words-code) [b](#three) [c](none.md) [d](https://x.y)\n"
+        "`python tools/plan.py` `python tools/none.py --x` `models/none.py` `models/llama.py`\n"
+    )
+    assert broken_links(page) == ["#three", "none.md"]
+    assert missing_files(page) == ["models/none.py", "tools/none.py"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
