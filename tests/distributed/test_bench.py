@@ -203,6 +203,7 @@ def measurements(scale: float) -> Measurements:
 def test_figures_over_ranks() -> None:
     entry = bench_report.summarize([measurements(1), measurements(2)], shared_interface=False)
     assert entry["losses"] == [1.0, 0.5], "shares add up"
+    assert bench_report._row("ddp", entry).count("|") == len(bench_report.COLUMNS) + 1
     assert entry["fwd_bwd_ms"] == 25, "the median of the slowest rank's 20 and 30"
     assert entry["optimizer_ms_quartiles"] == [1.75, 3.25]
     assert entry["step_ms_quartiles"] == [5, 5]

@@ -77,5 +77,13 @@ def test_the_checks_see_what_is_broken(tmp_path: Path) -> None:
     assert missing_files(page) == ["models/none.py", "tools/none.py"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_rows_of_a_table_have_the_cells_of_its_header(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, *rows = (re.split(r"(?<!\\)\|", line) for line in table.splitlines())
+        assert [row for row in rows if len(row) != len(header)] == [], header
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
