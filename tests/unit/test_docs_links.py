@@ -85,5 +85,43 @@ def test_rows_of_a_table_have_the_cells_of_its_header(page: Path) -> None:
         assert [row for row in rows if len(row) != len(header)] == [], header
 
 
+def config_keys() -> set[str]:
+    """Every key of docs/configuration.md, as section.key."""
+    sections = re.split(r"^## \[(.+)\]$", (ROOT / "docs/configuration.md").read_text(), flags=re.M)
+    return {
+        f"{section}.{key}"
+        for section, text in zip(sections[1::2], sections[2::2], strict=True)
+        for key in re.findall(r"^\| `(\w+)` \|", text, re.M)
+    }
+
+
+def unknown_keys(page: str) -> list[str]:
+    """What a page calls a key of a config, on a command line or in text, and is none."""
+    keys = config_keys()
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    named = re.findall(rf"--((?:{sections})\.[\w.]+)", page)
+    named += re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)?)(?: = [^`]*)?`", page)
+    files = (".py", ".md", ".toml", ".json", ".jsonl", ".model", ".pt")
+    return sorted(key for key in set(named) - keys if not key.endswith(files))
+
+
+MISTAKES = ROOT / "docs/troubleshooting.md"
+"""Its commands have wrong keys on purpose."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != MISTAKES], ids=name)
+def test_keys_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "torchtitan.md":
+        # the second column has torchtitan's keys
+        text = re.sub(r"^(\|[^|]*\|)[^|]*\|", r"\1", text, flags=re.MULTILINE)
+    assert unknown_keys(text) == []
+
+
+def test_an_unknown_key_is_seen() -> None:
+    page = "`--training.step 3` `data.source` `optimizer.muon.momentum = 0.9` `optimizer.momentum`"
+    assert unknown_keys(page) == ["data.source", "optimizer.momentum", "training.step"]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
