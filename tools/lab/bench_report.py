@@ -18,6 +18,12 @@ from matrixtitan.extras import pyplot_for
 REFERENCE = "matrix_fsdp"
 RATIOS = ("fwd_bwd_ms", "optimizer_ms", "step_ms", "resident_bytes_max", "peak_memory_bytes")
 PHASES = ("fwd_bwd", "optimizer")
+COLUMNS = (
+    *("strategy", "forward+backward", "optimizer", "step"),
+    *("f+b communication alone", "optimizer communication alone"),
+    *("resident MB", "peak MB", "optimizer's transient MB", "f+b calls", "optimizer calls"),
+    *("f+b logical MB", "optimizer logical MB", "f+b wire MB", "optimizer wire MB"),
+)
 
 
 def summarize(ranks: Sequence[Measurements], shared_interface: bool) -> dict[str, Any]:
@@ -102,10 +108,8 @@ def table(report: Mapping[str, Any]) -> str:
         _rates(report),
         f"`{report['command']}`",
         "",
-        "| strategy | forward+backward | optimizer | step | communication alone, f+b / opt "
-        "| resident MB | peak MB | optimizer's transient MB | calls f+b / opt "
-        "| logical MB f+b / opt | wire MB f+b / opt |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
     ]
     lines += [_row(name, entry) for name, entry in report["strategies"].items()]
     if report["peak_flops"]:
@@ -158,13 +162,13 @@ def _row(name: str, entry: Mapping[str, Any]) -> str:
         _time(entry, "fwd_bwd_ms"),
         _time(entry, "optimizer_ms"),
         _time(entry, "step_ms"),
-        " / ".join(_short(entry.get(f"{phase}_communication_ms")) for phase in PHASES),
+        *(_short(entry.get(f"{phase}_communication_ms")) for phase in PHASES),
         _megabytes(entry["resident_bytes_max"]),
         _megabytes(entry["peak_memory_bytes"]),
         _megabytes(entry["optimizer_transient_bytes"]),
-        " / ".join(str(collectives[phase]["calls"]) for phase in PHASES),
-        " / ".join(_megabytes(collectives[phase]["logical_bytes"]) for phase in PHASES),
-        "-" if wire is None else " / ".join(_megabytes(wire[phase]) for phase in PHASES),
+        *(str(collectives[phase]["calls"]) for phase in PHASES),
+        *(_megabytes(collectives[phase]["logical_bytes"]) for phase in PHASES),
+        *("-" if wire is None else _megabytes(wire[phase]) for phase in PHASES),
     ]
     return "| " + " | ".join(cells) + " |"
 

@@ -1,4 +1,4 @@
-"""Measure the tables of docs/performance.md again, and write them into the document.
+"""Measure the tables of strategies in docs/measurements/ again, and write them into their pages.
 
     python tools/lab/performance_tables.py                    all tables (about an hour)
     python tools/lab/performance_tables.py cpu-4 net-8-10mbit
@@ -15,10 +15,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT = ROOT / "docs" / "performance.md"
+DOCUMENTS = ROOT / "docs" / "measurements"
 CONTENDERS = (
     "matrix_fsdp,fsdp2_gather_each,fsdp2_gather_once,fsdp2_all_to_all,fsdp2_all_to_all_stock,"
     "zero1_owner,ddp"
@@ -54,11 +55,16 @@ def commands() -> dict[str, list[str]]:
     return tables
 
 
+def document_of(name: str) -> Path:
+    """The page that holds the table `name`."""
+    return DOCUMENTS / ("one-machine.md" if name.startswith("cpu-") else "emulated-hosts.md")
+
+
 def insert(document: str, name: str, table: str) -> str:
     """`document` with `table` between the markers of `name`; ValueError if they are missing."""
     begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
     if begin not in document or end not in document:
-        raise ValueError(f"{DOCUMENT.name} has no markers {begin} and {end}")
+        raise ValueError(f"{document_of(name).name} has no markers {begin} and {end}")
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     return pattern.sub(lambda _: f"{begin}\n{table.strip()}\n{end}", document)
 
@@ -91,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
         )
     for name in options.tables or tables:
         table = measure(name, tables[name], options.output.absolute())
-        DOCUMENT.write_text(insert(DOCUMENT.read_text(), name, table))
+        table = f"Taken on {date.today()}.\n\n{table}"
+        document = document_of(name)
+        document.write_text(insert(document.read_text(), name, table))
     return 0
 
 
