@@ -4,7 +4,7 @@ Owns the CollectiveCounter and the byte formula of each operation. It sees funct
 c10d operations from Python and from C++ (DistributedDataParallel's reducer), on any group,
 synchronous or not, and sends from other threads that go through `torch.distributed`. It never
 changes what it counts. It slows every operator down, so nothing is timed under it. Tests and
-`tools/bench_measure.py` use it.
+`tools/lab/bench_measure.py` use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Newton-Schulz on CPUs in float32: which form, products and batches a shape takes.
 
-The answers come from `newton_schulz_table.py`, a fixed table that `tools/ns_table.py` measured,
+The answers come from `newton_schulz_table.py`, a fixed table that `tools/lab/ns_table.py` measured,
 and from the kind of processor. They never come from timing, so a run can be repeated. Next:
 `strips.py`, `onednn.py`.
 """

@@ -1,4 +1,4 @@
-"""Which form of Newton-Schulz each shape takes. Written by `tools/ns_table.py`; do not edit by hand."""
+"""Which form of Newton-Schulz each shape takes. Written by `tools/lab/ns_table.py`; do not edit by hand."""
 
 from typing import Literal
 
