@@ -54,15 +54,13 @@ from matrixtitan.checkpoint.state import (
     train_state_tensors,
 )
 from matrixtitan.checkpoint.writing import write_checkpoint
-from matrixtitan.config import CheckpointConfig, Config, tables, upgraded
+from matrixtitan.config import Config, tables, upgraded
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.plan.shard import Plan
 from matrixtitan.strategies.base import DataParallel
 
 logger = get_logger()
 
-EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """How long a rank waits for another's slow disk."""
 PROBE_SECONDS = 10.0
@@ -72,55 +70,51 @@ PROBE_SECONDS = 10.0
 class Checkpointer:
     """Use it as a context manager, so that a background save ends before the process group does.
 
-    With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all
-    methods but `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
-    `data_stream` (JSON values) says which window of the data has which index, without which a window's index means
-    nothing: a resume with another one is refused, unless data.allow_data_change allows it.
+    With `checkpoint.enable` false it loads and saves nothing. Making one is collective, and so are
+    all methods but `is_save_step` and `is_saved`. The whole `config` and the strategy's plan are
+    saved beside the tensors, and a resume logs which keys of the config changed.
 
-    ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
-    always on all ranks.
+    `data_stream` (JSON values) describes the data and its order, which give a window's index its
+    meaning. A resume with another description is refused, unless data.allow_data_change is true.
+
+    Raises ValueError for a configuration that cannot work, and CheckpointError (a RuntimeError) for
+    a load or a save that failed. Each is raised on all ranks.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
-        run: Config,
+        config: Config,
         strategy: DataParallel,
         optimizers: Optimizers,
-        plan: Plan | None = None,
         data_stream: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = config
-        self.folder = Path(run.job.dump_folder) / config.folder
-        self._run = json.loads(json.dumps(tables(run)))
+        self.config = config.checkpoint
+        self.folder = Path(config.job.dump_folder) / self.config.folder
+        self._run = json.loads(json.dumps(tables(config)))
         self._strategy = strategy
         self._optimizers = optimizers
-        self._plan = plan
         self._data_stream = data_stream
-        self._allow_data_change = run.data.allow_data_change
+        self._allow_data_change = config.data.allow_data_change
         self._saving: Future[Path] | None = None
         self._saving_step: int | None = None
         self._newest_saved: int | None = None
         self._ending = False
         """The save is the run's last: if it fails, training does not go on."""
-        self._patience = run.comm.init_timeout_seconds
+        self._patience = config.comm.init_timeout_seconds
         self._preemption: Preemption | None = None
         self._lock: BinaryIO | None = None
         """Rank 0's: no other run may write to the folder."""
         self._stager: HostStager | None = None
         self.patient_groups: list[dist.ProcessGroup] = []
         """Groups that wait for the slowest disk, so that training's timeout is not theirs."""
-        self._enabled = config.enable and not run.parallelism.dry_run_world_size
-        if not self._enabled:
+        if not self.config.enable:
             return
-        if config.async_mode != "disabled":
-            self._stager = HostStager(pinned=config.async_mode == "async_with_pinned_mem")
+        if self.config.async_mode != "disabled":
+            self._stager = HostStager(pinned=self.config.async_mode == "async_with_pinned_mem")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # One group for what is saved or loaded, one for what is asked while a save is under way.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._control = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=run.comm.init_timeout_seconds)
-        )
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience))
         self.patient_groups.append(self._group)
         self._open_folder()
         self._preemption = Preemption()
@@ -155,13 +149,13 @@ class Checkpointer:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def is_save_step(self, step: int, last: bool = False) -> bool:
-        return self._enabled and (last or step % self.config.interval == 0)
+        return self.config.enable and (last or step % self.config.interval == 0)
 
     def maybe_save(
         self, step: int, state: TrainState, last: bool = False, now: bool = False
     ) -> float | None:
         """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
-        if not self.is_save_step(step, last) and not (now and self._enabled):
+        if not self.is_save_step(step, last) and not (now and self.config.enable):
             return None
         return self.save(step, state, last, now)
 
@@ -262,12 +256,7 @@ class Checkpointer:
     def _collect(self, state: TrainState, contents: str) -> Tensors:
         weights = model_tensors(self._strategy.local_parameters())
         if contents == "model":
-            dtype = self.config.export_dtype
-            if dtype not in EXPORT_DTYPES:
-                raise ValueError(
-                    f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}"
-                )
-            return cast_floating(weights, EXPORT_DTYPES[dtype])
+            return cast_floating(weights, getattr(torch, self.config.export_dtype))
         self._optimizers.allocate_state()  # also of what has had no gradient yet: a load wants all
         tensors = {
             **weights,
@@ -291,8 +280,8 @@ class Checkpointer:
             "data_stream": self._data_stream,
         }
         files = {META_FILE: meta, CONFIG_FILE: self._run}
-        if self._plan is not None:
-            files[PLAN_FILE] = self._plan.to_json()
+        if self._strategy.plan is not None:
+            files[PLAN_FILE] = self._strategy.plan.to_json()
         return {name: json.dumps(content, indent=1).encode() for name, content in files.items()}
 
     def _write(self, step: int, tensors: Tensors, side_files: dict[str, bytes]) -> Path:
@@ -323,7 +312,7 @@ class Checkpointer:
 
         None if there is nothing to load, or only weights. Weights and optimizer state are filled in place.
         """
-        if not self._enabled:
+        if not self.config.enable:
             return None
         self.wait()
         complete, incomplete = from_rank_0(

@@ -253,9 +253,7 @@ def _communication(
     """Two transports, as weights and gradients may be in flight between two ranks at once."""
     unshard = reduce = None
     if groups.shard is not None and groups.shard_ranks > 1:
-        unshard, reduce = (
-            make_transport(transport, groups.shard, device, timeout) for _ in range(2)
-        )
+        unshard, reduce = make_transports(transport, groups.shard, device, timeout, count=2)
     return Communication(
         rank=groups.shard_rank,
         world_size=groups.shard_ranks,
@@ -319,10 +317,22 @@ def make_transport(
 
     All ranks of `group` call it. `timeout` is that of the new group; None: PyTorch's default.
     """
+    return make_transports(name, group, device, timeout, count=1)[0]
+
+
+def make_transports(
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    count: int,
+) -> list[Transport]:
+    """`count` transports as `make_transport` makes one; they are chosen once."""
     ranks, backend = dist.get_process_group_ranks(group), backend_of(group, device)
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":  # machines may have different numbers of ranks
         counts = gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
     chosen = transport_class(name, len(ranks), per_host, backend)
-    return chosen(new_group_like(group, device, timeout))
+    return [chosen(new_group_like(group, device, timeout)) for _ in range(count)]

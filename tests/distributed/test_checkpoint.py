@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.config import CommConfig, Config, LRSchedulerConfig, ParallelismConfig
+from matrixtitan.config import CommConfig, Config, LRSchedulerConfig
 from matrixtitan.log import get_logger
 from matrixtitan.plan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
@@ -45,7 +45,7 @@ def make(
 ) -> tuple[Checkpointer, FakeRun]:
     run = FakeRun(dist.get_rank(), dist.get_world_size(), bias=bias, filled=filled)
     config = run_config(folder, **keys)
-    return Checkpointer(config.checkpoint, config, run, run), run  # type: ignore[arg-type]
+    return Checkpointer(config, run, run), run  # type: ignore[arg-type]
 
 
 def save(folder: str, step: int = 2, offset: float = 0.0, **keys: Any) -> None:
@@ -118,7 +118,7 @@ def exchange_with_dtensors(ours: str, folder: str) -> None:
     dcp.save(dict(model), checkpoint_id=f"{folder}/bare")
 
     config, run = run_config(ours), dtensor_run(device_mesh, filled=False)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.load() == TrainState(2, 20, 160)
     for ours_now, wanted in zip(
         [*run.params, *run.states],
@@ -128,7 +128,7 @@ def exchange_with_dtensors(ours: str, folder: str) -> None:
         assert torch.equal(local(ours_now.tensor), local(wanted.tensor)), ours_now.fqn
 
     config, run = run_config(f"{folder}/strategy"), dtensor_run(device_mesh, filled=True)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(2, TrainState(2, 20, 160))
 
 
@@ -231,10 +231,10 @@ def warnings_on_resume(first: Config, second: Config) -> list[str]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     get_logger().addHandler(handler)
-    with Checkpointer(first.checkpoint, first, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(first, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(8, TrainState(8, 80, 640))
     lines.clear()
-    with Checkpointer(second.checkpoint, second, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(second, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.load()
     return [line for line in lines if "learning rate" in line]
 
@@ -440,7 +440,7 @@ def fails_during_a_save(folder: str) -> tuple[str, float]:
     config = dataclasses.replace(config, comm=CommConfig(init_timeout_seconds=1))
     start = time.monotonic()
     try:
-        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
             checkpointer.save(2, TrainState(2))
             raise RuntimeError("training's own")
     except RuntimeError as error:
@@ -454,21 +454,17 @@ def test_a_save_that_never_ends_does_not_keep_a_failed_run(tmp_path: Path) -> No
 
 
 def save_nothing(folder: str) -> list[str]:
-    config = run_config(folder)
-    dry = dataclasses.replace(config, parallelism=ParallelismConfig(dry_run_world_size=64))
-    off = run_config(folder, enable=False)
-    for run_of in (dry, off):
-        run = FakeRun(0, 1)
-        with Checkpointer(run_of.checkpoint, run_of, run, run) as checkpointer:  # type: ignore[arg-type]
-            assert checkpointer.load() is None
-            assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
-            assert not checkpointer.preempted()
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
-            checkpointer.check_failure()
+    checkpointer, _ = make(folder, enable=False)
+    with checkpointer:
+        assert checkpointer.load() is None
+        assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
+        assert not checkpointer.preempted()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
+        checkpointer.check_failure()
     return os.listdir(folder)
 
 
-def test_without_checkpoints_and_in_a_dry_run_nothing_is_written(tmp_path: Path) -> None:
+def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
     assert on_ranks(save_nothing, 1, str(tmp_path)) == [[]]
 
 
@@ -576,7 +572,7 @@ def pauses(folder: str) -> list[tuple[float, float]]:
             LocalParam("big", big, (rows * dist.get_world_size(), 2048), "tail", 1, rows * rank)
         ]
         run.states = []
-        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
             checkpointer.save(1, TrainState(1))  # the first background one allocates the copies
             checkpointer.wait()
             dist.barrier()

@@ -30,7 +30,7 @@ def with_checkpoints(folder: Path, initial_load_path: str = "") -> Config:
 
 
 def checkpointer(config: Config, run: Run) -> Checkpointer:
-    return Checkpointer(config.checkpoint, config, run.strategy, run.optimizers)
+    return Checkpointer(config, run.strategy, run.optimizers)
 
 
 def fsdp2_model() -> Any:

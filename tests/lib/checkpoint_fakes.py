@@ -14,6 +14,7 @@ from torch import Tensor
 from matrixtitan.config import CheckpointConfig, Config, JobConfig
 from matrixtitan.optim.build import StateTensor
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.plan.shard import Plan
 
 # name, full shape, role; "b" and "stack" are cut by rows, the others are whole on one rank
 PARAMS = {
@@ -53,6 +54,8 @@ def cut(rows: int, rank: int, world_size: int, bias: int = 0) -> tuple[int, int]
 
 class FakeRun:
     """Parameters and optimizer state of one rank: whole matrices by turns, the rest by rows."""
+
+    plan: Plan | None = None
 
     def __init__(self, rank: int, world_size: int, *, bias: int = 0, filled: bool = True) -> None:
         self.params: list[LocalParam] = []

@@ -55,7 +55,7 @@ def save_forever(folder: str, async_mode: AsyncMode, _: int) -> None:
     rank = dist.get_rank()
     run = FakeRun(rank, dist.get_world_size(), filled=False)
     config = run_config(folder, async_mode=async_mode, keep_latest_k=2, interval=1)
-    checkpointer = Checkpointer(config.checkpoint, config, run, run)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(config, run, run)  # type: ignore[arg-type]
     state = checkpointer.load() or TrainState()
     if state.step:
         run.check(float(state.step))

@@ -375,6 +375,8 @@ def test_a_named_tokenizer_pattern_goes_along(
 class FakeStrategy:
     """What a Checkpointer sees of a run that holds some rows of each weight."""
 
+    plan = None
+
     def __init__(self, model: LlamaModel) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.params = []
@@ -394,7 +396,7 @@ def start_from(dump_folder: str, initial: str, model: LlamaModel) -> dict[str, t
         checkpoint=CheckpointConfig(enable=True, initial_load_path=initial),
     )
     run: Any = FakeStrategy(model)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:
+    with Checkpointer(config, run, run) as checkpointer:
         assert checkpointer.load() is None  # a new run: step 0
     return {param.fqn: (param.start, param.tensor.detach()) for param in run.params}
 

@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.plan", "matrixtitan.options"},
     {"matrixtitan.rules"},
-    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress", "matrixtitan.mistakes"},
+    {  # data.sources: the config reads from there which types of sources there are
+        "matrixtitan.config",
+        "matrixtitan.data.sources",
+        "matrixtitan.log",
+        "matrixtitan.mistakes",
+        "matrixtitan.progress",
+    },
     {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
     {"matrixtitan.data"},
@@ -25,7 +31,12 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.parallelize"},
     {"matrixtitan.assemble"},
     {"matrixtitan.stuck_weights"},
-    {"matrixtitan.curves", "matrixtitan.metrics", "matrixtitan.profiler"},
+    {
+        "matrixtitan.curves",
+        "matrixtitan.metrics",
+        "matrixtitan.profiler",
+        "matrixtitan.run_folder",
+    },
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
