@@ -79,7 +79,7 @@ def tokenizer_file(path: str) -> Path:
 
 
 def missing_tokenizer(path: str) -> Iterator[str]:
-    """A sentence if `model.tokenizer_path` names no file."""
+    """A sentence if `model.tokenizer_path` is set and there is no such file."""
     if path and not tokenizer_file(path).is_file():
         yield (
             f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the model's "

@@ -21,7 +21,7 @@ from matrixtitan.config import Config, DataConfig, DataSource
 from matrixtitan.data.dataset import RankBatches, Windows
 from matrixtitan.data.prepare import TextSource, cached_shards
 from matrixtitan.data.shards import Split, TokenStream, read_header
-from matrixtitan.data.sources import find_files
+from matrixtitan.data.sources import TEXT_SOURCES, find_files
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.ranks import split_batch
@@ -42,11 +42,11 @@ class SourceStreams(NamedTuple):
 
 
 def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
-    """The streams of every source, tokenised first where they are not yet. All processes may call this at once."""
-    if not data.sources:
-        raise ValueError(
-            'data.sources is empty: name at least one source, such as {type = "python_stdlib"}'
-        )
+    """The streams of every source, tokenised here unless data.cache_dir has them already.
+
+    Any number of processes may call this at once.
+    """
+    data.require("data.")
     return [
         _open_source(f"data.sources[{number}]", source, data, tokenizer)
         for number, source in enumerate(data.sources)
@@ -56,11 +56,7 @@ def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
 def _open_source(
     key: str, source: DataSource, data: DataConfig, tokenizer: Tokenizer
 ) -> SourceStreams:
-    if not source.weight > 0:
-        raise ValueError(
-            f"{key}: weight {source.weight} must be above 0; to leave the source out, remove it"
-        )
-    if source.type == "shards":
+    if source.type not in TEXT_SOURCES:
         paths = find_files("shards", source.path, key)
         logger.info("%s: %s files", key, f"{len(paths):,}")
     else:
@@ -159,10 +155,7 @@ def build_validation_loader(
     if nothing is held out.
     """
     training, validation = config.training, config.validation
-    if validation.steps == 0 or validation.steps < -1:
-        raise ValueError(
-            f"validation.steps {validation.steps} must be at least 1, or -1 for all held-out data"
-        )
+    validation.require("validation.")
     usable = [source for source in sources if source.validation.num_windows(training.seq_len)]
     if not usable:
         raise ValueError(

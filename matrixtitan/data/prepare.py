@@ -27,6 +27,7 @@ import numpy as np
 
 from matrixtitan.data.shards import SPLITS, ShardWriter, Split, dtype_for
 from matrixtitan.data.sources import (
+    SOURCE_TYPES,
     BadRecord,
     Record,
     find_files,
@@ -53,7 +54,7 @@ _NAMED_SKIPS = 5  # bad records that are logged one by one; the others are only 
 class TextSource:
     """Text to tokenise. `key` is its name in messages, such as "data.sources[0]"."""
 
-    kind: Literal["python_stdlib", "text", "jsonl"]
+    kind: str
     path: Sequence[str] = ()
     field: str = "text"
     key: str = "data.sources[0]"
@@ -119,7 +120,7 @@ def tokenize(
     """
     files = find_files(source.kind, source.path, source.key)
     logger.info("%s: tokenising %s files", source.key, f"{len(files):,}")
-    skip = on_bad_record == "skip" or source.kind == "python_stdlib"
+    skip = on_bad_record == "skip" or SOURCE_TYPES[source.kind].skips_bad_records
     dtype = dtype_for(tokenizer.n_words)
     writers = {
         split: ShardWriter(folder, split, tokenizer.fingerprint, dtype, shard_tokens)
@@ -132,7 +133,7 @@ def tokenize(
 
     num_documents = skipped = empty = 0
     split: Split = "train"
-    tasks = _tasks(read_records(source.kind, files))
+    tasks = _tasks(read_records(source.kind, files, source.field))
     for encoded in _in_order(encode, tasks, num_threads or len(os.sched_getaffinity(0))):
         # The first piece goes on with the last document of the task before, in that one's split.
         parts: dict[Split, list[np.ndarray]] = {name: [] for name in SPLITS}
@@ -278,12 +279,14 @@ def _fill_cache(
     validation_fraction: float,
     on_bad_record: OnBadRecord,
 ) -> None:
-    """Under the lock: what an interrupted process left is removed; the folder gets
-    its name when all is in it."""
+    """Make the cache entry `ready`, under its lock. It gets its name when all shards are in it.
+
+    What an interrupted process left is removed first.
+    """
     building = ready.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
     try:
+        building.mkdir()
         counts = tokenize(
             source,
             tokenizer,
@@ -293,6 +296,11 @@ def _fill_cache(
         )
         (building / "counts.json").write_text(json.dumps(asdict(counts)))
         building.rename(ready)
+    except OSError as error:  # of the writing: files that cannot be read are bad records
+        raise ValueError(
+            f"data.cache_dir: cannot write in {ready.parent} ({error}); free space, or set it to "
+            "another folder"
+        ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

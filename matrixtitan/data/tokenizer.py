@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from matrixtitan.config import EMBEDDED_OVERRIDES, tokenizer_file
+from matrixtitan.config import missing_tokenizer, tokenizer_file
+from matrixtitan.options import not_one_of
 
 EMBEDDED_PATH = Path(__file__).parent / "assets" / "python_4096.tiktoken"
 
@@ -276,17 +277,10 @@ def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
     with what to do, for a missing file, one that is not a rank file, or one whose pattern nothing tells.
     """
     if pattern and pattern not in PATTERNS:
-        raise ValueError(
-            f"model.tokenizer_pattern is {pattern!r}; choose one of {', '.join(PATTERNS)}, or leave it empty"
-        )
+        raise ValueError(not_one_of("model.tokenizer_pattern", pattern, PATTERNS))
+    for problem in missing_tokenizer(path):
+        raise ValueError(problem)
     file = tokenizer_file(path) if path else EMBEDDED_PATH
-    if not file.is_file():
-        raise ValueError(
-            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama 3's is "
-            "original/tokenizer.model in its model repository) and give its path with "
-            "`--model.tokenizer_path PATH`; or run on the tokenizer and data that ship here with "
-            f"`{EMBEDDED_OVERRIDES}`"
-        )
     ranks = read_ranks(file)
     family = _family_of(len(ranks))
     expected_fingerprint = None

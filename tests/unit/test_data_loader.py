@@ -319,7 +319,7 @@ def test_too_little_data(
 
 
 def test_bad_weight_and_no_source(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
-    with pytest.raises(ValueError, match=r"data\.sources\[0\]: weight 0\.0 must be above 0"):
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.weight is 0\.0; it must be posit"):
         training_batches(
             data_config(folder, dataclasses.replace(lower, weight=0.0)), tokenizer, 0, 1
         )
@@ -442,7 +442,7 @@ def test_validation_sizes(folder: Path, tokenizer: Tokenizer, lower: DataSource)
 
     assert num_windows(1) == 7
     assert num_windows(-1) == num_windows(1000) == available
-    with pytest.raises(ValueError, match=r"validation\.steps 0"):
+    with pytest.raises(ValueError, match=r"validation\.steps is 0"):
         num_windows(0)
 
 

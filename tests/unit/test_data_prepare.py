@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from matrixtitan.data.prepare import TextSource, cached_shards, tokenize
 from matrixtitan.data.shards import HEADER_BYTES, ShardWriter, TokenStream, dtype_for, read_header
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from matrixtitan.mistakes import is_mistake
 from tests.lib.corpus import byte_tokenizer, texts, write_jsonl
 
 BOS, EOS = 256, 257
@@ -526,6 +527,24 @@ def test_interrupted_cache_starts_clean(
     assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
     stream = TokenStream([cached(path, tokenizer, cache)[0]], tokenizer.fingerprint)
     assert stream.num_documents == 18
+
+
+def test_a_full_disk_names_the_cache(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", raising(full))
+    with pytest.raises(ValueError, match=r"^data\.cache_dir: .* No space left .* free space") as e:
+        cached(path, tokenizer, tmp_path / "cache")
+    assert is_mistake(e.value)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
 
 
 def _build_for_ever(path: Path, folder: Path, cache: Path, started: str) -> None:

@@ -45,6 +45,6 @@ def test_a_key_that_names_a_file_is_named(
 def test_a_full_disk_is_found_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(ValueError, match=r"^job\.dump_folder .* No space left .* free space, or"):
         make_run_folder(run_in(tmp_path))

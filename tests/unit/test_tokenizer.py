@@ -189,7 +189,7 @@ def test_the_config_takes_the_patterns_that_there_are() -> None:
     hint = typing.get_type_hints(ModelConfig)["tokenizer_pattern"]
     assert typing.get_args(hint) == ("", *PATTERNS)
     with pytest.raises(
-        ValueError, match=r"model\.tokenizer_pattern is 'lama3'; choose one of llama3"
+        ValueError, match=r"model\.tokenizer_pattern is 'lama3'; choose 'llama3', 'gpt2'"
     ):
         load_tokenizer("", "lama3")
 
