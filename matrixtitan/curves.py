@@ -1,15 +1,14 @@
 """metrics.jsonl: every curve of a run as text, one JSON object a line.
 
-Owns the file's format, its writer (for `metrics.py`) and its reader (for tools), without PyTorch or TensorBoard. A line
-is either of the two:
+Owns the file's format, its writer (for `metrics.py`) and its reader (for tools), without PyTorch or
+TensorBoard. A line is either of the two:
 
     {"run_start": 0}                                  a run begins, with this many steps done before
     {"step": 10, "loss/train": 7.12, "lr/matrix": 0.02, ...}     scalars after a step, named as in TensorBoard
 
-A step may have several lines (training, validation, the pause of a save). A resumed run appends; its `run_start`
-makes void what an earlier attempt logged of later steps. JSON has no numbers that are not finite: these are the strings
-"NaN", "Infinity" and "-Infinity", which `float` reads.
-"""
+A step may have several lines (training, validation, the pause of a save). A resumed run appends;
+its `run_start` makes void what an earlier attempt logged of later steps. JSON has no numbers that
+are not finite: these are the strings "NaN", "Infinity" and "-Infinity", which `float` reads."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class CurveWriter:
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """Every curve of a run by its name; a step's last value counts. ValueError for a line that is none of ours.
+    """Every curve of a run by its name; a step's last value counts. ValueError for a line that is
+    none of ours.
 
     The run may be going on: an unfinished last line is left out.
     """
@@ -74,7 +74,8 @@ def _as_json(value: float) -> float | str:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A run that was killed while it wrote left a line without an end: the next one must not be glued to it."""
+    """A run that was killed while it wrote left a line without an end: the next one must not be
+    glued to it."""
     text = path.read_bytes()
     if not text.endswith(b"\n"):
         with path.open("r+b") as file:

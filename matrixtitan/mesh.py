@@ -70,7 +70,8 @@ class World:
         return everyone
 
     def on_all_ranks(self, act: Callable[[], T], long_work: str = "") -> T:
-        """Collective: call `act` and return its result. A mistake that one rank finds ends all ranks.
+        """Collective: call `act` and return its result. A mistake that one rank finds ends all
+        ranks.
 
         Without this, the ranks that find nothing wrong would wait for those that left, and fail in
         a collective in turn. `long_work` says what `act` does where it may take one rank longer
@@ -278,7 +279,8 @@ def _set_cuda_environment(comm: CommConfig) -> None:
 
 
 def set_seeds(debug: DebugConfig) -> None:
-    """Seed the global generators, alike on all ranks. Weights and data have generators of their own."""
+    """Seed the global generators, alike on all ranks. Weights and data have generators of their
+    own."""
     random.seed(debug.seed)
     torch.manual_seed(debug.seed)
     if debug.deterministic:

@@ -1,9 +1,9 @@
-"""What a run reports about itself: the log line, the curves in metrics.jsonl and TensorBoard, the progress bar.
+"""What a run reports about itself: the log line, the curves in metrics.jsonl and TensorBoard, the
+progress bar.
 
-Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step` at the same steps
-(one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides anything about training. Next file:
-`trainer.py`, which calls it.
-"""
+Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step`
+at the same steps (one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides
+anything about training. Next file: `trainer.py`, which calls it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ PHASES = ("data", *DEVICE_PHASES)
 
 GIB = 2**30
 
-# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets (sparsity off). The first name found in the device's wins.
+# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets (sparsity off). The first name found in
+# the device's wins.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB300", 2.5e15),
     ("GB200", 2.5e15),
@@ -72,9 +73,8 @@ def peak_flops(device_name: str) -> float | None:
 class PhaseTimer:
     """Adds up the time of named phases until `take`.
 
-    DEVICE_PHASES are timed on the device where it is CUDA: a pair of events around the phase's kernels, read only at
-    `take`, so that no step waits for the device.
-    """
+    DEVICE_PHASES are timed on the device where it is CUDA: a pair of events around the phase's
+    kernels, read only at `take`, so that no step waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda_phases = DEVICE_PHASES if device.type == "cuda" else ()
@@ -138,7 +138,8 @@ class OverRanks:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything reported about one logged step; times are milliseconds per step over the steps since the last log."""
+    """Everything reported about one logged step; times are milliseconds per step over the steps
+    since the last log."""
 
     step: int
     loss: float
@@ -201,10 +202,10 @@ def memory_text(memory: Mapping[str, float]) -> str:
 class Metrics:
     """Times the phases and writes the reports.
 
-    `flops_per_token` are those of forward and backward. `total_steps` is for display. `start_step` is the number of
-    steps already done: a resumed run appends to metrics.jsonl and the TensorBoard folder, and what an earlier run wrote
-    beyond that step is void. metrics.jsonl is always written, TensorBoard's events if the config says so.
-    """
+    `flops_per_token` are those of forward and backward. `total_steps` is for display. `start_step`
+    is the number of steps already done: a resumed run appends to metrics.jsonl and the TensorBoard
+    folder, and what an earlier run wrote beyond that step is void. metrics.jsonl is always written,
+    TensorBoard's events if the config says so."""
 
     def __init__(
         self,
@@ -262,7 +263,8 @@ class Metrics:
         tokens_per_step: int,
         skipped_steps: int = 0,
     ) -> StepReport:
-        """Collective. `local_loss` is this rank's share of the loss (the shares add up); the rest is global already."""
+        """Collective. `local_loss` is this rank's share of the loss (the shares add up); the rest
+        is global already."""
         times = self.timer.take()
         steps = step - self._logged_step
         paused = (times.get("validation", 0.0) + times.get("checkpoint", 0.0)) / 1000

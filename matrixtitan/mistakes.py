@@ -77,6 +77,7 @@ def exit_code(log_folder: Path) -> int | None:
 
 
 def _attempt_folder() -> Path | None:
-    """<log dir>/<run>/attempt_<number>, for all ranks of a machine in one try; None without torchrun."""
+    """<log dir>/<run>/attempt_<number>, for all ranks of a machine in one try; None without
+    torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     return None if error_file == os.devnull else Path(error_file).parents[1]

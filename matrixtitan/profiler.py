@@ -1,9 +1,9 @@
 """Traces and memory snapshots of a training run, both at a fixed frequency and off by default.
 
-Owns `torch.profiler`'s schedule and the CUDA allocator's history; knows nothing of models or strategies. Files:
-DUMP_FOLDER/TRACES/step_N/rank_R.json (open in https://ui.perfetto.dev) and DUMP_FOLDER/SNAPSHOTS/step_N/rank_R.pickle
-(open in https://pytorch.org/memory_viz). Next file: `trainer.py`, which calls `step()` once a step.
-"""
+Owns `torch.profiler`'s schedule and the CUDA allocator's history; knows nothing of models or
+strategies. Files: DUMP_FOLDER/TRACES/step_N/rank_R.json (open in https://ui.perfetto.dev) and
+DUMP_FOLDER/SNAPSHOTS/step_N/rank_R.pickle (open in https://pytorch.org/memory_viz). Next file:
+`trainer.py`, which calls `step()` once a step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ MAX_SNAPSHOT_EVENTS = (
 
 
 class Profiler:
-    """A context manager around the training loop; every method does nothing where the config is off.
+    """A context manager around the training loop; every method does nothing where the config is
+    off.
 
-    `start_step` is the number of steps done before this run, so that a resumed run names its files by the true step.
-    """
+    `start_step` is the number of steps done before this run, so that a resumed run names its files
+    by the true step."""
 
     def __init__(
         self, config: ProfilingConfig, dump_folder: Path, rank: int, start_step: int = 0
@@ -42,8 +43,8 @@ class Profiler:
         if config.enable_memory_snapshot:
             if not torch.cuda.is_available():
                 raise ValueError(
-                    "profiling.enable_memory_snapshot records the CUDA allocator and this machine has no CUDA device: "
-                    "set it to false, or use profiling.enable_profiling"
+                    "profiling.enable_memory_snapshot records the CUDA allocator and this machine "
+                    "has no CUDA device: set it to false, or use profiling.enable_profiling"
                 )
             self._snapshots = dump_folder / config.save_memory_snapshot_folder
         self._freq = config.profile_freq

@@ -10,7 +10,8 @@ _WIDTH = 28
 
 
 class ProgressBar:
-    """One line redrawn in place on a terminal; elsewhere a line every `line_seconds`, or none at all."""
+    """One line redrawn in place on a terminal; elsewhere a line every `line_seconds`, or none at
+    all."""
 
     def __init__(self, line_seconds: float | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -20,7 +21,8 @@ class ProgressBar:
         self._drawn = False
 
     def update(self, text: str, share: float | None = None) -> None:
-        """`share` is what is done, from 0 to 1; None where that is not known: no bar, the text alone."""
+        """`share` is what is done, from 0 to 1; None where that is not known: no bar, the text
+        alone."""
         if share is not None:
             filled = round(_WIDTH * min(share, 1.0))
             text = f"[{'#' * filled}{'-' * (_WIDTH - filled)}] {text}"

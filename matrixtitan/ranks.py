@@ -1,4 +1,5 @@
-"""What a number of ranks makes of a config: the mesh's shape, and each rank's part of a global batch.
+"""What a number of ranks makes of a config: the mesh's shape, and each rank's part of a global
+batch.
 
 Pure arithmetic without torch, so that the launcher can check it before it starts any process. Read
 next: `mesh.py`.
@@ -11,8 +12,8 @@ from typing import NamedTuple
 from matrixtitan.config import Config, ParallelismConfig, TrainingConfig
 
 AUTOMATIC_TOKENS = 8192
-"""The most tokens in a microbatch of automatic size, unless one sequence is longer. A cautious choice
-for memory, not a measured optimum."""
+"""The most tokens in a microbatch of automatic size, unless one sequence is longer. A cautious
+choice for memory, not a measured optimum."""
 
 
 class MeshShape(NamedTuple):
@@ -46,13 +47,15 @@ def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
         shards, rest = divmod(world_size, replicas)
         if rest:
             raise ValueError(
-                f"parallelism.data_parallel_replicate_degree {replicas} does not divide the {world_size} ranks of "
-                "this run, which each copy of the weights takes an equal part of; change one of them"
+                f"parallelism.data_parallel_replicate_degree {replicas} does not divide the "
+                f"{world_size} ranks of this run, which each copy of the weights takes an equal "
+                "part of; change one of them"
             )
     if replicas * shards != world_size:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
-            f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
+            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree "
+            f"{shards} is not the {world_size} ranks of this run; change one of them (a shard "
+            "degree of -1 takes what the replicas leave)"
         )
     return MeshShape(replicas, shards)
 
@@ -76,7 +79,8 @@ def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
         raise ValueError(
             f"training.global_batch_size {total} cannot be shared evenly: {world_size} ranks of "
             f"training.local_batch_size {size} take {together} sequences at a time. Set "
-            f"training.local_batch_size to 0, which fits any number of ranks, or the global batch to {nearest}"
+            "training.local_batch_size to 0, which fits any number of ranks, or the global batch "
+            f"to {nearest}"
         )
     return BatchSplit(size, total // together, 0)
 

@@ -1,11 +1,10 @@
 """A warning for weights that an update does not move, because their dtype rounds it away.
 
-A bfloat16 weight has 8 bits of precision: an update below 1/512 of the weight is rounded away. So at
-small learning rates most of an update can vanish without a trace in the loss curve's first steps.
-Stochastic rounding would keep the update's mean. It is not done: its random bits would have to be a
-function of parameter, step and row, or a resume on another number of ranks would not go on as
-before, and torch's AdamW rounds inside its own kernel. Next: `trainer.py`, which calls this.
-"""
+A bfloat16 weight has 8 bits of precision: an update below 1/512 of the weight is rounded away. So
+at small learning rates most of an update can vanish without a trace in the loss curve's first
+steps. Stochastic rounding would keep the update's mean. It is not done: its random bits would have
+to be a function of parameter, step and row, or a resume on another number of ranks would not go on
+as before, and torch's AdamW rounds inside its own kernel. Next: `trainer.py`, which calls this."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Checkpointer: saves and loads a run, whole or not at all, at any world size.
 
-Owns the policy: when to save, which checkpoint to load, what to keep, and that all ranks have one outcome. A save runs
-the same code in the foreground and in the background thread; the latter writes host copies, and its collectives have a
-gloo group of their own (on training's group the two orders of collectives would deadlock). Next files: `writing.py`,
-`reading.py`, and `folder.py` for the life of a `step-N` folder.
-"""
+Owns the policy: when to save, which checkpoint to load, what to keep, and that all ranks have one
+outcome. A save runs the same code in the foreground and in the background thread; the latter writes
+host copies, and its collectives have a gloo group of their own (on training's group the two orders
+of collectives would deadlock). Next files: `writing.py`, `reading.py`, and `folder.py` for the life
+of a `step-N` folder."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class Checkpointer:
             logger.error("the checkpoint being saved is lost too: %s", describe(failure))
 
     def close(self, within: float | None = None) -> None:
-        """Wait, `within` seconds if given, for a save under way; raise its failure according to checkpoint.on_error."""
+        """Wait, `within` seconds if given, for a save under way; raise its failure according to
+        checkpoint.on_error."""
         if self._preemption is not None:
             self._preemption.close()
         try:
@@ -146,7 +147,7 @@ class Checkpointer:
             if self._lock is not None:
                 self._lock.close()
 
-    # --- saving ------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def is_save_step(self, step: int, last: bool = False) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0)
@@ -154,7 +155,8 @@ class Checkpointer:
     def maybe_save(
         self, step: int, state: TrainState, last: bool = False, now: bool = False
     ) -> float | None:
-        """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
+        """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None
+        without a save."""
         if not self.is_save_step(step, last) and not (now and self.config.enable):
             return None
         return self.save(step, state, last, now)
@@ -162,10 +164,10 @@ class Checkpointer:
     def save(self, step: int, state: TrainState, last: bool = False, now: bool = False) -> float:
         """Save `step`; return for how many seconds training stood still.
 
-        In the background if checkpoint.async_mode says so, but for the last one. A save still under way is waited for.
-        Weights or optimizer state with an inf or nan fail it: the checkpoints before are what a run can go back to.
-        checkpoint.on_error is for saves that training goes on after; the last one's failure is always raised.
-        """
+        In the background if checkpoint.async_mode says so, but for the last one. A save still under
+        way is waited for. Weights or optimizer state with an inf or nan fail it: the checkpoints
+        before are what a run can go back to. checkpoint.on_error is for saves that training goes on
+        after; the last one's failure is always raised."""
         started = time.perf_counter()
         if self._saving is not None and not self._saving.done() and self._rank == 0:
             logger.warning(
@@ -188,7 +190,8 @@ class Checkpointer:
         else:
             staged, copied = self._stager.stage(tensors)
 
-            # DCP waits for the thread's current stream, which would be GPU 0's default one; None on the CPU: no change
+            # DCP waits for the thread's current stream, which would be GPU 0's default one; None on
+            # the CPU: no change
             stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
             def write_copies() -> Path:
@@ -210,7 +213,8 @@ class Checkpointer:
             self._stager.before_change()
 
     def check_failure(self) -> None:
-        """At a step boundary: raise or log what went wrong in the background, once it has ended on all ranks.
+        """At a step boundary: raise or log what went wrong in the background, once it has ended on
+        all ranks.
 
         One tiny all-reduce while a save is under way, else nothing.
         """
@@ -230,8 +234,8 @@ class Checkpointer:
         return self._newest_saved == step
 
     def wait(self, within: float | None = None) -> None:
-        """Until no save is under way. Its outcome is the same on all ranks, but for a CheckpointError after `within`
-        seconds."""
+        """Until no save is under way. Its outcome is the same on all ranks, but for a
+        CheckpointError after `within` seconds."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -293,7 +297,8 @@ class Checkpointer:
         return path
 
     def _prune(self, saved: int) -> None:
-        """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is only logged."""
+        """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is
+        only logged."""
         if self.config.keep_latest_k == 0:
             return
         try:
@@ -305,13 +310,14 @@ class Checkpointer:
             if step != saved:
                 folders.discard(folders.step_folder(self.folder, step))
 
-    # --- loading -----------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def load(self) -> TrainState | None:
-        """Load what the run continues from: its newest checkpoint, or else checkpoint.initial_load_path.
+        """Load what the run continues from: its newest checkpoint, or else
+        checkpoint.initial_load_path.
 
-        None if there is nothing to load, or only weights. Weights and optimizer state are filled in place.
-        """
+        None if there is nothing to load, or only weights. Weights and optimizer state are filled in
+        place."""
         if not self.config.enable:
             return None
         self.wait()
@@ -333,8 +339,8 @@ class Checkpointer:
     def _load_step(self, step: int, complete: list[int]) -> TrainState | None:
         if step not in complete:
             raise ValueError(
-                f"checkpoint.load_step is {step}, but the steps with complete checkpoints in {self.folder} are "
-                f"{complete[::-1]}"
+                f"checkpoint.load_step is {step}, but the steps with complete checkpoints in "
+                f"{self.folder} are {complete[::-1]}"
             )
         if complete[0] > step and self._rank == 0:
             logger.warning(
@@ -343,8 +349,9 @@ class Checkpointer:
         stored = self._open(folders.step_folder(self.folder, step))
         if stored.meta["contents"] != "full":
             raise ValueError(
-                f"{stored.path} has the model only, no optimizer state: choose another checkpoint.load_step, or start "
-                "a new run from it with checkpoint.initial_load_path"
+                f"{stored.path} has the model only, no optimizer state: choose another "
+                "checkpoint.load_step, or start a new run from it with "
+                "checkpoint.initial_load_path"
             )
         return self._resume(stored)
 
@@ -366,8 +373,8 @@ class Checkpointer:
                 if self._rank == 0:
                     logger.error("skipping a damaged checkpoint: %s", error)
         raise CheckpointError(
-            f"none of the checkpoints in {self.folder} can be resumed from (steps {complete[::-1]}); to start afresh, "
-            "choose another checkpoint.folder"
+            f"none of the checkpoints in {self.folder} can be resumed from (steps "
+            f"{complete[::-1]}); to start afresh, choose another checkpoint.folder"
         )
 
     def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
@@ -389,7 +396,8 @@ class Checkpointer:
         return state
 
     def _check_data(self, stored: StoredCheckpoint) -> None:
-        """Window number n must be the text that it was: compared by content, so files may have moved."""
+        """Window number n must be the text that it was: compared by content, so files may have
+        moved."""
         before = stored.meta.get("data_stream")
         if before is None or self._data_stream is None:
             if self._rank == 0:
@@ -401,7 +409,8 @@ class Checkpointer:
         message = f"the data is not what {stored.path} had read ({changes}), so the next window is other text"
         if not self._allow_data_change:
             raise ValueError(
-                f"{message}. Put the data and the settings back, or go on with data.allow_data_change = true"
+                f"{message}. Put the data and the settings back, or go on with "
+                "data.allow_data_change = true"
             )
         if self._rank == 0:
             logger.warning("%s; going on with it (data.allow_data_change)", message)
@@ -471,11 +480,11 @@ class Checkpointer:
         return {key for keys in everyone for key in keys}
 
     def _excluded(self, stored: StoredCheckpoint, asked: set[str], model_only: bool) -> set[str]:
-        """Keys that checkpoint.exclude_from_loading names: a section, a prefix up to a dot, or a pattern with *.
+        """Keys that checkpoint.exclude_from_loading names: a section, a prefix up to a dot, or a
+        pattern with *.
 
-        A stored weight or state that no rank asks for means another model or optimizer: CheckpointError, unless it is
-        named too. The same on all ranks.
-        """
+        A stored weight or state that no rank asks for means another model or optimizer:
+        CheckpointError, unless it is named too. The same on all ranks."""
         patterns = self.config.exclude_from_loading
         known = asked | stored.tensors.keys()
         for pattern in patterns:
@@ -493,15 +502,17 @@ class Checkpointer:
         ]
         if extra:
             raise CheckpointError(
-                f"{stored.path} holds {len(extra)} tensors that this run has no place for, {extra[0]} first: another "
-                "model or optimizer. To leave them out, name them in checkpoint.exclude_from_loading"
+                f"{stored.path} holds {len(extra)} tensors that this run has no place for, "
+                f"{extra[0]} first: another model or optimizer. To leave them out, name them in "
+                "checkpoint.exclude_from_loading"
             )
         return excluded
 
-    # --- the folder --------------------------------------------------------------------------------------------------
+    # --- the folder -------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Make the folder, clear what a killed job left, and make sure that all ranks see the same one."""
+        """Make the folder, clear what a killed job left, and make sure that all ranks see the same
+        one."""
 
         def prepare() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -528,8 +539,8 @@ class Checkpointer:
         while name not in (path.name for path in self.folder.glob(f"{folders.PROBE}*")):
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; put "
-                    "job.dump_folder on a file system that all machines share"
+                    f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; "
+                    "put job.dump_folder on a file system that all machines share"
                 )
             time.sleep(0.1)
 

@@ -1,4 +1,5 @@
-"""Doing something on every rank, with one outcome: it worked everywhere, or the same error is raised everywhere."""
+"""Doing something on every rank, with one outcome: it worked everywhere, or the same error is
+raised everywhere."""
 
 from __future__ import annotations
 
@@ -25,9 +26,8 @@ _HINTS = {
 def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
     """Collective: call `act` on every rank of `group`; return its result.
 
-    Where it raised on any rank, every rank raises an error with every failed rank's reason: CorruptCheckpointError if
-    all reasons are corruption, else CheckpointError.
-    """
+    Where it raised on any rank, every rank raises an error with every failed rank's reason:
+    CorruptCheckpointError if all reasons are corruption, else CheckpointError."""
     result: T | None = None
     failure: tuple[str, bool] | None = None
     try:
@@ -50,7 +50,8 @@ def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
 
 
 def from_rank_0(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
-    """Collective: call `act` on rank 0 alone; every rank gets its result (by pickle) or raises its error."""
+    """Collective: call `act` on rank 0 alone; every rank gets its result (by pickle) or raises its
+    error."""
     box = [together(group, what, act if dist.get_rank(group) == 0 else _nothing)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # rank 0's

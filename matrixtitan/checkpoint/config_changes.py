@@ -1,4 +1,5 @@
-"""What differs between two nested tables: a saved configuration and this run's, or two descriptions of the data."""
+"""What differs between two nested tables: a saved configuration and this run's, or two descriptions
+of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What can go wrong with a checkpoint, as two exceptions. Both take one message, so that they survive pickling."""
+"""What can go wrong with a checkpoint, as two exceptions. Both take one message, so that they
+survive pickling."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The checkpoint folder: which `step-N` are complete, and the moves that make one complete or gone.
 
-A checkpoint is written as `step-N.writing` and renamed to `step-N` when everything in it is on disk; one that is being
-replaced is `step-N.replaced` until then, and one being deleted is `step-N.deleting`. So a folder named `step-N` is
-complete at any moment, whenever the job is killed. What cannot be deleted (open files on NFS, no permission) is logged
-and stays, and later saves choose other names (`step-N.writing-2`). Links are unlinked, never followed. Nothing here
-communicates: rank 0 alone changes the folder.
-"""
+A checkpoint is written as `step-N.writing` and renamed to `step-N` when everything in it is on
+disk; one that is being replaced is `step-N.replaced` until then, and one being deleted is
+`step-N.deleting`. So a folder named `step-N` is complete at any moment, whenever the job is killed.
+What cannot be deleted (open files on NFS, no permission) is logged and stays, and later saves
+choose other names (`step-N.writing-2`). Links are unlinked, never followed. Nothing here
+communicates: rank 0 alone changes the folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def _free_name(final: Path, state: str) -> Path:
-    """`step-N.state`, or with a number behind where something that could not be deleted has that name."""
+    """`step-N.state`, or with a number behind where something that could not be deleted has that
+    name."""
     path, number = final.with_name(f"{final.name}.{state}"), 1
     while os.path.lexists(path):
         number += 1
@@ -54,10 +55,11 @@ def make_writing_folder(folder: Path, step: int) -> Path:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Keep other runs from writing to `folder` until the returned file is closed or this process ends.
+    """Keep other runs from writing to `folder` until the returned file is closed or this process
+    ends.
 
-    CheckpointError if one does: perhaps ranks that outlived their launcher. A file system without locks is logged. Not
-    `flock`: a loader's worker would hold that on after the death of its rank.
+    CheckpointError if one does: perhaps ranks that outlived their launcher. A file system without
+    locks is logged. Not `flock`: a loader's worker would hold that on after the death of its rank.
     """
     path = folder.with_name(f"{folder.name}.lock")
     file = path.open("ab")
@@ -67,7 +69,8 @@ def lock(folder: Path) -> BinaryIO:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.close()
             raise CheckpointError(
-                f"another run is writing to {folder} (it has {path} locked): end it, or choose another job.dump_folder"
+                f"another run is writing to {folder} (it has {path} locked): end it, or choose "
+                "another job.dump_folder"
             ) from None
         logger.warning("%s cannot be locked (%s): start no second run there", path, error)
     return file
@@ -78,8 +81,8 @@ def list_steps(folder: Path) -> tuple[list[int], list[str]]:
     complete, incomplete = [], []
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := _STEP.fullmatch(path.name):
-            # One of the two missing is damage, not an unfinished save. os.path.exists is False for what cannot be
-            # looked at too, such as a link to a disk that is gone.
+            # One of the two missing is damage, not an unfinished save. os.path.exists is False for
+            # what cannot be looked at too, such as a link to a disk that is gone.
             if os.path.exists(path / METADATA_FILE) or os.path.exists(path / CHECKSUMS_FILE):
                 complete.append(int(match[1]))
             else:
@@ -102,10 +105,11 @@ def publish(folder: Path, step: int, written: Path) -> Path:
 
 
 def recover(folder: Path) -> list[str]:
-    """Clear what a killed job left behind; return a line for each thing done. Only while nobody is saving.
+    """Clear what a killed job left behind; return a line for each thing done. Only while nobody is
+    saving.
 
-    What cannot be deleted is logged and stays. OSError only if a checkpoint cannot get its name back.
-    """
+    What cannot be deleted is logged and stays. OSError only if a checkpoint cannot get its name
+    back."""
     done = []
     # of several with one name the highest number is the newest
     found = [(m, path) for path in folder.iterdir() if (m := _LEFTOVER.fullmatch(path.name))]
@@ -114,7 +118,8 @@ def recover(folder: Path) -> list[str]:
         if match[2] == "replaced" and not os.path.lexists(final):
             path.rename(final)
             done.append(
-                f"restored {final.name}: a save of the same step was interrupted as it took its place"
+                f"restored {final.name}: a save of the same step was interrupted as it took its "
+                "place"
             )
         elif discard(path):
             done.append(f"removed {path.name}: its save or deletion was interrupted")
@@ -124,10 +129,11 @@ def recover(folder: Path) -> list[str]:
 
 
 def discard(path: Path) -> bool:
-    """Delete `step-N`, or what is left of one, so that no moment shows half of it under its name; True if it is gone.
+    """Delete `step-N`, or what is left of one, so that no moment shows half of it under its name;
+    True if it is gone.
 
-    A failure is only logged. What could not be deleted is then `step-N.deleting`, and the next start tries again.
-    """
+    A failure is only logged. What could not be deleted is then `step-N.deleting`, and the next
+    start tries again."""
     match = _LEFTOVER.fullmatch(path.name)
     try:
         if match is None or match[2] != "deleting":

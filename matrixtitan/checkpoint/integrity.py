@@ -1,9 +1,9 @@
 """Checksums: of every stored tensor chunk and of every side file, in `checksums.json`.
 
-Each rank hashes the chunks that it wrote; whoever reads a chunk hashes the same bytes before interpreting them. So a
-reader at any world size verifies exactly what it uses, and no more. `checksums.json` carries a digest of itself.
-SHA-256 throughout (about 1.4 GB/s a core where the CPU has instructions for it).
-"""
+Each rank hashes the chunks that it wrote; whoever reads a chunk hashes the same bytes before
+interpreting them. So a reader at any world size verifies exactly what it uses, and no more.
+`checksums.json` carries a digest of itself. SHA-256 throughout (about 1.4 GB/s a core where the CPU
+has instructions for it)."""
 
 from __future__ import annotations
 

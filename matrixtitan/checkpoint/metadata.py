@@ -1,9 +1,9 @@
 """Reading DCP's `.metadata` without running anything in it.
 
-DCP writes `.metadata` by pickle, and an ordinary unpickling runs whatever code a file names. Here only the handful of
-plain data classes that DCP itself writes can be named; then the result is checked field by field, so that later code
-may rely on it. Next file: `storage.py`, which reads tensors.
-"""
+DCP writes `.metadata` by pickle, and an ordinary unpickling runs whatever code a file names. Here
+only the handful of plain data classes that DCP itself writes can be named; then the result is
+checked field by field, so that later code may rely on it. Next file: `storage.py`, which reads
+tensors."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
 def parse_metadata(data: bytes, where: str) -> Metadata:
     """DCP's metadata from the bytes of `.metadata`; `where` names the file in errors.
 
-    Raises CheckpointError for bytes that would run code or that are not DCP's metadata, and CorruptCheckpointError for
-    metadata whose chunks do not cover a tensor.
-    """
+    Raises CheckpointError for bytes that would run code or that are not DCP's metadata, and
+    CorruptCheckpointError for metadata whose chunks do not cover a tensor."""
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(data)).load()
     except (

@@ -1,9 +1,9 @@
-"""Pre-emption: a cluster says by signal that the job will be killed soon, and all ranks end together after a save.
+"""Pre-emption: a cluster says by signal that the job will be killed soon, and all ranks end
+together after a save.
 
-The handler only sets a flag; the training loop asks after each step, between a validation's batches and after a save
-whether any rank was told. torchrun passes SIGTERM on to its workers (and SIGUSR1 where --signals-to-handle names it),
-then kills them after 30 s.
-"""
+The handler only sets a flag; the training loop asks after each step, between a validation's batches
+and after a save whether any rank was told. torchrun passes SIGTERM on to its workers (and SIGUSR1
+where --signals-to-handle names it), then kills them after 30 s."""
 
 from __future__ import annotations
 

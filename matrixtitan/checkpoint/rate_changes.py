@@ -1,8 +1,8 @@
-"""What a resume does to the learning rate: the stored run's schedule and this run's, compared at the next step.
+"""What a resume does to the learning rate: the stored run's schedule and this run's, compared at
+the next step.
 
-Both rates come from the code that training uses, so every key that a rate depends on counts, alone or with others.
-Pure. Next file: `optim/lr_schedule.py`.
-"""
+Both rates come from the code that training uses, so every key that a rate depends on counts, alone
+or with others. Pure. Next file: `optim/lr_schedule.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class _Rates(NamedTuple):
 
 
 def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
-    """What to warn of if step `step` is the first after checkpoint `name` of the run `saved`; nothing if rates agree.
+    """What to warn of if step `step` is the first after checkpoint `name` of the run `saved`;
+    nothing if rates agree.
 
     A batch of another size is a change too: the same rate then stands for another number of tokens.
     """
@@ -65,9 +66,10 @@ def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
     if tokens_before != tokens_after:
         stays = "is not scaled for it" if changed else "stays"
         lines.append(
-            f"a step is {tokens_after:,} tokens, and was {tokens_before:,} in {name}; the learning rate {stays} "
-            f"({_number(after.by_key['optimizer.lr'])} for the matrices), and the schedule goes on to count steps: "
-            "consider optimizer.lr, optimizer.tail_lr and lr_scheduler.total_steps"
+            f"a step is {tokens_after:,} tokens, and was {tokens_before:,} in {name}; the "
+            f"learning rate {stays} ({_number(after.by_key['optimizer.lr'])} for the matrices), "
+            "and the schedule goes on to count steps: consider optimizer.lr, optimizer.tail_lr "
+            "and lr_scheduler.total_steps"
         )
     return lines
 

@@ -1,8 +1,8 @@
 """Reading one checkpoint: open it verified, see what it holds, load tensors of it in place.
 
-A checkpoint that others wrote with DCP opens too, where the caller allows it: its metadata is as restricted, but it
-has no checksums. Nothing here decides which checkpoint to read; `checkpointer.py` does.
-"""
+A checkpoint that others wrote with DCP opens too, where the caller allows it: its metadata is as
+restricted, but it has no checksums. Nothing here decides which checkpoint to read;
+`checkpointer.py` does."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ FORMAT_VERSION = 1
 class StoredCheckpoint:
     """One checkpoint folder, opened: small files verified and parsed, no tensor read yet.
 
-    `meta` is what this project notes beside the tensors (step, contents, world size, ...), empty for others'
-    checkpoints, for which `checksums` is None.
-    """
+    `meta` is what this project notes beside the tensors (step, contents, world size, ...), empty
+    for others' checkpoints, for which `checksums` is None."""
 
     path: Path
     metadata: Metadata
@@ -50,7 +49,8 @@ class StoredCheckpoint:
 
     @staticmethod
     def open(path: Path, *, allow_foreign: bool = False) -> StoredCheckpoint:
-        """CorruptCheckpointError or CheckpointError, naming the file, if it cannot be trusted or read."""
+        """CorruptCheckpointError or CheckpointError, naming the file, if it cannot be trusted or
+        read."""
         if (
             allow_foreign
             and not (path / CHECKSUMS_FILE).exists()
@@ -97,16 +97,18 @@ class StoredCheckpoint:
         }
 
     def stored_key(self, key: str) -> str:
-        """The key under which this checkpoint has `key`: others may store a bare model, without "model." before."""
+        """The key under which this checkpoint has `key`: others may store a bare model, without
+        "model." before."""
         bare = not any(name.startswith("model.") for name in self.metadata.state_dict_metadata)
         return key.removeprefix("model.") if self.checksums is None and bare else key
 
     def load(self, tensors: Tensors, group: dist.ProcessGroup) -> None:
-        """Collective: fill `tensors` (this rank's, by key) in place from whatever cuts they were stored in.
+        """Collective: fill `tensors` (this rank's, by key) in place from whatever cuts they were
+        stored in.
 
-        Raises the same CheckpointError on all ranks, before anything is read, for keys that are not stored or have
-        another shape, and CorruptCheckpointError for damaged bytes; then part of the tensors may have been filled.
-        """
+        Raises the same CheckpointError on all ranks, before anything is read, for keys that are not
+        stored or have another shape, and CorruptCheckpointError for damaged bytes; then part of the
+        tensors may have been filled."""
         together(group, f"loading {self.path}", lambda: self._check_wanted(tensors))
         wanted = {self.stored_key(key): tensor for key, tensor in tensors.items()}
         try:
@@ -120,7 +122,8 @@ class StoredCheckpoint:
             raise from_dcp(f"loading {self.path}", error) from error
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """The stored chunks of one tensor with their offsets, one at a time, on the CPU and verified."""
+        """The stored chunks of one tensor with their offsets, one at a time, on the CPU and
+        verified."""
         stored_key = self.stored_key(key)
         reader = VerifyingReader(self.path, self.metadata, self.checksums)
         for chunk in self.tensors[stored_key].chunks:
@@ -128,7 +131,8 @@ class StoredCheckpoint:
             part = reader.read_chunk((item.relative_path, item.offset, item.length))
             if part.shape != chunk.sizes:
                 raise CorruptCheckpointError(
-                    f"{self.path / item.relative_path}: {key} is {tuple(part.shape)}, not {tuple(chunk.sizes)}"
+                    f"{self.path / item.relative_path}: {key} is {tuple(part.shape)}, not "
+                    f"{tuple(chunk.sizes)}"
                 )
             yield tuple(chunk.offsets), part
 
@@ -166,7 +170,8 @@ class StoredCheckpoint:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a person means by `path`: itself, or the newest complete one in it or in a run's folder.
+    """The checkpoint that a person means by `path`: itself, or the newest complete one in it or in
+    a run's folder.
 
     CheckpointError if there is none.
     """
@@ -177,7 +182,8 @@ def find_checkpoint(path: Path) -> Path:
         if complete:
             return step_folder(folder, complete[0])
     raise CheckpointError(
-        f"no checkpoint at {path}: it has neither {METADATA_FILE} nor a complete step-N, in it or in its checkpoint/"
+        f"no checkpoint at {path}: it has neither {METADATA_FILE} nor a complete step-N, in it or "
+        "in its checkpoint/"
     )
 
 

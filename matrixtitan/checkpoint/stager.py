@@ -1,8 +1,9 @@
-"""Copies of a rank's tensors in host memory, which a background save can write while training changes the originals.
+"""Copies of a rank's tensors in host memory, which a background save can write while training
+changes the originals.
 
-The copies' memory is kept from one save to the next: fresh pages cost more than the copy itself. So asynchronous
-saving holds one copy of the rank's weights and optimizer state in host memory. Next file: `checkpointer.py`.
-"""
+The copies' memory is kept from one save to the next: fresh pages cost more than the copy itself. So
+asynchronous saving holds one copy of the rank's weights and optimizer state in host memory. Next
+file: `checkpointer.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from matrixtitan.checkpoint.state import Tensors
 
 
 class HostStager:
-    """`pinned` copies from the GPU run beside training's kernels; others are complete when `stage` returns."""
+    """`pinned` copies from the GPU run beside training's kernels; others are complete when `stage`
+    returns."""
 
     def __init__(self, pinned: bool) -> None:
         if pinned and not torch.cuda.is_available():
@@ -29,10 +31,11 @@ class HostStager:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
-        """Copies of `tensors` under the same keys, and a function that waits until they are complete.
+        """Copies of `tensors` under the same keys, and a function that waits until they are
+        complete.
 
-        Call `before_change` before anything changes the originals. The copies are overwritten by the next call.
-        """
+        Call `before_change` before anything changes the originals. The copies are overwritten by
+        the next call."""
         if self._stream is None:
             return self._copy_all(tensors), _complete
         self._stream.wait_stream(torch.cuda.current_stream())

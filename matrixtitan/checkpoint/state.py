@@ -1,9 +1,9 @@
 """What a checkpoint holds: tensors by key, keyed by parameter name and full shape, never by rank.
 
-`model.{fqn}` and `optimizer.{fqn}.{state}` from whoever holds them, `train_state.{counter}` from rank 0, and
-`random.{rank}.{generator}` from each rank: the one thing that belongs to a rank, restored where the world size is the
-same. Only tensors, so that nothing is pickled. Next file: `checkpointer.py`.
-"""
+`model.{fqn}` and `optimizer.{fqn}.{state}` from whoever holds them, `train_state.{counter}` from
+rank 0, and `random.{rank}.{generator}` from each rank: the one thing that belongs to a rank,
+restored where the world size is the same. Only tensors, so that nothing is pickled. Next file:
+`checkpointer.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class TrainState:
-    """What a resumed run continues from. `window` is the index of the next window of the data stream."""
+    """What a resumed run continues from. `window` is the index of the next window of the data
+    stream."""
 
     step: int = 0
     window: int = 0
@@ -45,7 +46,8 @@ def model_tensors(params: Iterable[LocalParam]) -> Tensors:
 
 
 def optimizer_tensors(states: Iterable[StateTensor], params: Iterable[LocalParam]) -> Tensors:
-    """The optimizer state that is here, sharing its memory. `params` are those that the optimizers step."""
+    """The optimizer state that is here, sharing its memory. `params` are those that the optimizers
+    step."""
     by_fqn = {param.fqn: param for param in params}
     found = {}
     for state in states:
@@ -118,13 +120,14 @@ def require_finite(tensors: Tensors) -> None:
         largest = torch.linalg.vector_norm(rows, math.inf)  # nan if there is one; makes no copy
         if not largest.isfinite():
             raise CheckpointError(
-                f"{key} holds {largest.item()} in {rows.dtype}: lower the learning rate, or choose a wider "
-                "checkpoint.export_dtype for an export"
+                f"{key} holds {largest.item()} in {rows.dtype}: lower the learning rate, or "
+                "choose a wider checkpoint.export_dtype for an export"
             )
 
 
 def nested(tensors: Tensors) -> dict[str, Tensors]:
-    """{"model": {fqn: tensor}, ...}: DCP flattens this to the same keys, and its converters give it back nested."""
+    """{"model": {fqn: tensor}, ...}: DCP flattens this to the same keys, and its converters give it
+    back nested."""
     sections: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
         section, name = key.split(".", 1)

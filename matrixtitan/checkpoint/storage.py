@@ -1,8 +1,9 @@
-"""DCP's file reader and writer with checksums: what is written is hashed, what is read is verified first.
+"""DCP's file reader and writer with checksums: what is written is hashed, what is read is verified
+first.
 
-The files are DCP's own format, so `torch.distributed.checkpoint.load` and its tools read them without this module.
-Only tensors are read, with `weights_only`; a byte entry, which DCP would unpickle, is refused. Next: `checkpointer.py`.
-"""
+The files are DCP's own format, so `torch.distributed.checkpoint.load` and its tools read them
+without this module. Only tensors are read, with `weights_only`; a byte entry, which DCP would
+unpickle, is refused. Next: `checkpointer.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from matrixtitan.checkpoint.integrity import Checksums, Chunk, digest_of_range
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes and fsyncs one file per rank; afterwards `chunks` holds the checksums of what this rank wrote."""
+    """Writes and fsyncs one file per rank; afterwards `chunks` holds the checksums of what this
+    rank wrote."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)

@@ -1,4 +1,5 @@
-"""Writing one checkpoint: every rank its tensors, then rank 0 the small files and the rename that makes it complete."""
+"""Writing one checkpoint: every rank its tensors, then rank 0 the small files and the rename that
+makes it complete."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ def write_checkpoint(
     side_files: Mapping[str, bytes],
     group: dist.ProcessGroup,
 ) -> Path:
-    """Collective on a gloo group: write `step-N` whole, or raise CheckpointError on all ranks and leave nothing of it.
+    """Collective on a gloo group: write `step-N` whole, or raise CheckpointError on all ranks and
+    leave nothing of it.
 
-    Each rank gives the tensors that it holds; of a tensor that several hold, one writes it. `side_files` are rank 0's.
-    """
+    Each rank gives the tensors that it holds; of a tensor that several hold, one writes it.
+    `side_files` are rank 0's."""
     written = from_rank_0(
         group,
         f"making a folder for step {step} in {folder}",

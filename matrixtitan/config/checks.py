@@ -82,9 +82,9 @@ def missing_tokenizer(path: str) -> Iterator[str]:
     """A sentence if `model.tokenizer_path` is set and there is no such file."""
     if path and not tokenizer_file(path).is_file():
         yield (
-            f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the model's "
-            "tiktoken rank file there (for Llama 3, the original/tokenizer.model of its model "
-            "repository), or set the key to where it is, or to a folder that contains "
+            f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the "
+            "model's tiktoken rank file there (for Llama 3, the original/tokenizer.model of its "
+            "model repository), or set the key to where it is, or to a folder that contains "
             f"{TOKENIZER_NAME}. {_EMBEDDED}"
         )
 

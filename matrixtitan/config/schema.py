@@ -46,8 +46,8 @@ class ModelConfig(Options):
     )
     tokenizer_pattern: Literal["", "llama3", "gpt2", "o200k", "qwen2"] = key(
         "",
-        "how a rank file of no known family splits text into words. BOS and EOS then get the two ids "
-        "after its last rank. Empty: the pattern of the file's family, or the one that "
+        "how a rank file of no known family splits text into words. BOS and EOS then get the two "
+        "ids after its last rank. Empty: the pattern of the file's family, or the one that "
         "tools/train_tokenizer.py wrote beside the file",
     )
     tie_embeddings: bool | None = key(
@@ -127,14 +127,14 @@ class TrainingConfig(Options):
     seq_len: int = key(2048, "tokens in a sequence", low=1)
     local_batch_size: int = key(
         1,
-        "sequences in one forward pass of one rank. 0: chosen automatically, for any number of ranks, "
-        "so that a pass has at most 8192 tokens, or one sequence",
+        "sequences in one forward pass of one rank. 0: chosen automatically, for any number of "
+        "ranks, so that a pass has at most 8192 tokens, or one sequence",
         low=0,
     )
     max_norm: float = key(
         1.0,
-        "upper limit on the gradient norm over all parameters, by clipping; 0 measures the norm and "
-        "does not clip",
+        "upper limit on the gradient norm over all parameters, by clipping; 0 measures the norm "
+        "and does not clip",
         low=0,
     )
     dtype: Dtype = key("float32", "dtype of the stored weights, gradients and optimizer states")
@@ -193,8 +193,8 @@ class OptimizerConfig(Options):
     weight_decay: float = key(0.01, "decoupled weight decay of the hidden matrices", low=0)
     tail_lr: float = key(
         3e-3,
-        "peak learning rate of the tail: all other parameters, which AdamW steps (embedding, output "
-        "head, norms)",
+        "peak learning rate of the tail: all other parameters, which AdamW steps (embedding, "
+        "output head, norms)",
         low=0,
     )
     tail_weight_decay: float = key(
@@ -216,7 +216,8 @@ class OptimizerConfig(Options):
     matrix_exchange: Literal["gather_each", "gather_once", "all_to_all"] = key(
         "all_to_all",
         "how ranks bring whole matrices together for the optimizer step: an all-gather for each "
-        "matrix, one all-gather for all matrices, or an all-to-all that gives each rank some of them",
+        "matrix, one all-gather for all matrices, or an all-to-all that gives each rank some of "
+        "them",
         needs=RIVAL,
     )
     rule: Rule = field(default_factory=MuonRule)
@@ -253,8 +254,8 @@ class LRSchedulerConfig(Options):
     )
     decay_ratio: float | None = key(
         None,
-        "share of all steps, at the end, in which the rate falls; between warm-up and decay the rate "
-        "stays at the peak. none: the rate falls from the end of the warm-up on",
+        "share of all steps, at the end, in which the rate falls; between warm-up and decay the "
+        "rate stays at the peak. none: the rate falls from the end of the warm-up on",
         low=0,
         high=1,
     )
@@ -303,8 +304,9 @@ class ParallelismConfig(Options):
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default",
-        "which gathered weights are freed after forward: those of all units but the last (default), "
-        "of all units (always), or of none (never). What is freed is gathered again in backward",
+        "which gathered weights are freed after forward: those of all units but the last "
+        "(default), of all units (always), or of none (never). What is freed is gathered again in "
+        "backward",
         needs=SHARDED,
     )
     transport: str = key(
@@ -321,8 +323,8 @@ class ParallelismConfig(Options):
     )
     prefetch: int = key(
         1,
-        "number of units that are gathered ahead of the one that computes; each needs the memory of "
-        "a gathered unit",
+        "number of units that are gathered ahead of the one that computes; each needs the memory "
+        "of a gathered unit",
         low=0,
         needs=SHARDED,
     )
@@ -370,8 +372,8 @@ class ParallelismConfig(Options):
 class CheckpointConfig(Options):
     enable: bool = key(
         False,
-        "save checkpoints, and resume from the newest when started again. SIGTERM then saves before "
-        "the run ends",
+        "save checkpoints, and resume from the newest when started again. SIGTERM then saves "
+        "before the run ends",
     )
     folder: str = key("checkpoint", "folder of the checkpoints, inside job.dump_folder")
     interval: int = key(500, "steps between two saves; the last step is always saved", low=1)
@@ -383,8 +385,8 @@ class CheckpointConfig(Options):
     )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
         "disabled",
-        "whether training goes on while a save is written, from copies in host memory (async); with "
-        "pinned memory (CUDA only) the copying overlaps with training too",
+        "whether training goes on while a save is written, from copies in host memory (async); "
+        "with pinned memory (CUDA only) the copying overlaps with training too",
     )
     initial_load_path: str = key(
         "",
@@ -393,8 +395,8 @@ class CheckpointConfig(Options):
     )
     initial_load_model_only: bool = key(
         True,
-        "take the weights alone from initial_load_path. false takes optimizer state, step and place "
-        "in the data too",
+        "take the weights alone from initial_load_path. false takes optimizer state, step and "
+        "place in the data too",
     )
     exclude_from_loading: tuple[str, ...] = key(
         (),
@@ -481,8 +483,8 @@ class MetricsConfig(Options):
     save_tb_folder: str = key("tb", "folder of TensorBoard's files, inside job.dump_folder")
     peak_flops: float = key(
         0.0,
-        "peak speed of one device in dense bfloat16 FLOP/s, of which MFU is the share that is used; "
-        "0: from a table of known devices",
+        "peak speed of one device in dense bfloat16 FLOP/s, of which MFU is the share that is "
+        "used; 0: from a table of known devices",
         low=0,
     )
 
@@ -516,8 +518,8 @@ class ValidationConfig(Options):
     )
     steps: int = key(
         10,
-        "size of a validation, in batches of training.global_batch_size sequences; -1: all held-out "
-        "data",
+        "size of a validation, in batches of training.global_batch_size sequences; -1: all "
+        "held-out data",
     )
     local_batch_size: int | None = key(
         None, "sequences in one forward pass of one rank; none: as many as in training", low=1

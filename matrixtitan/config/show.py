@@ -123,8 +123,10 @@ def markdown() -> str:
         "Every key of a config file. This page is generated from the code by",
         "`python -m matrixtitan.config > docs/configuration.md`.",
         "",
-        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any key can",
-        "be overridden on the command line: `--section.key value`. Text keys take the text as it is;",
+        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any "
+        "key can",
+        "be overridden on the command line: `--section.key value`. Text keys take the text as it "
+        "is;",
         "other values are TOML. A list of tables is overridden as a whole:",
         "",
         "```",
@@ -132,12 +134,16 @@ def markdown() -> str:
         """    --data.sources '[{type = "jsonl", path = "corpus/*.jsonl.gz"}]'""",
         "```",
         "",
-        "- An unknown key, a wrong type, a value out of range, or an impossible combination is refused",
+        "- An unknown key, a wrong type, a value out of range, or an impossible combination is "
+        "refused",
         "  before any process starts.",
-        "- A key that was changed and has no effect is refused too. The column *acts with* says which",
-        "  other key it needs. The keys of a section that has an `enable` key may be set while it is",
+        "- A key that was changed and has no effect is refused too. The column *acts with* says "
+        "which",
+        "  other key it needs. The keys of a section that has an `enable` key may be set while it "
+        "is",
         "  false.",
-        "- `--print-config` prints the config that a command line results in. `--help` prints this page",
+        "- `--print-config` prints the config that a command line results in. `--help` prints "
+        "this page",
         "  as text.",
         "- The resolved config is saved as `config.toml` in the run's folder.",
         "",

@@ -1,9 +1,9 @@
 """What a trainer calls: batches of the training stream from any place on, and the held-out batches.
 
-Owns turning the config's sources into streams, and the checks of their sizes. The state of the loader is one number,
-the index of the next window of the stream: the global batch of step s (from 1) is windows [(s - 1) * G, s * G) for
-every number of ranks, microbatches and workers. Never a collective. Next file: `dataset.py`.
-"""
+Owns turning the config's sources into streams, and the checks of their sizes. The state of the
+loader is one number, the index of the next window of the stream: the global batch of step s (from
+1) is windows [(s - 1) * G, s * G) for every number of ranks, microbatches and workers. Never a
+collective. Next file: `dataset.py`."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def build_dataloader(
     dp_world_size: int,
     start_window: int = 0,
 ) -> StatefulDataLoader:
-    """Endless (tokens, labels) of rank `dp_rank`, each (local batch size, seq_len) int64, from `start_window` on.
+    """Endless (tokens, labels) of rank `dp_rank`, each (local batch size, seq_len) int64, from
+    `start_window` on.
 
-    To resume, build a new one from the index of the next window. ValueError for data that is too small for a global
-    batch without repeats, and where the ranks cannot share a global batch.
-    """
+    To resume, build a new one from the index of the next window. ValueError for data that is too
+    small for a global batch without repeats, and where the ranks cannot share a global batch."""
     training = config.training
     split = split_batch(training, dp_world_size)
     for source in sources:
@@ -133,9 +133,8 @@ def _prefetching(batches: RankBatches, config: Config) -> StatefulDataLoader:
 def _outlive_preemption(worker: int) -> None:
     """In a worker: the first SIGTERM is not for it, the second ends it.
 
-    torchrun and Slurm send it to whole process groups, of which the rank alone knows what to do: it goes on to the end
-    of its step and saves (`checkpoint/preemption.py`). Workers end with it.
-    """
+    torchrun and Slurm send it to whole process groups, of which the rank alone knows what to do: it
+    goes on to the end of its step and saves (`checkpoint/preemption.py`). Workers end with it."""
 
     def end_at_the_next(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -147,7 +146,8 @@ def _outlive_preemption(worker: int) -> None:
 def build_validation_loader(
     config: Config, sources: Sequence[SourceStreams], dp_rank: int, dp_world_size: int
 ) -> RankBatches:
-    """The held-out batches of rank `dp_rank`; iterate it anew for each validation: the windows are always the same.
+    """The held-out batches of rank `dp_rank`; iterate it anew for each validation: the windows are
+    always the same.
 
     They are the first validation.steps * training.global_batch_size windows of the held-out stream (all of it for
     -1), at any world size and batch size; none comes twice. Each rank makes `num_batches` batches, in which
@@ -201,7 +201,8 @@ def build_validation_loader(
 def stream_fingerprint(
     config: Config, tokenizer: Tokenizer, sources: Sequence[SourceStreams]
 ) -> dict[str, Any]:
-    """All that decides which window has which index, as JSON values: a resume is exact where it is equal.
+    """All that decides which window has which index, as JSON values: a resume is exact where it is
+    equal.
 
     By content: moving the files, or another cache, changes nothing.
     """

@@ -1,8 +1,7 @@
 """Windows of tokens by their place in the stream, and the batches of one rank.
 
-Owns the mapping (step, microbatch, rank, row) -> window that is the same at any number of ranks and of loader
-workers. Its only state is the index of the first window. Next file: `dataloader.py`.
-"""
+Owns the mapping (step, microbatch, rank, row) -> window that is the same at any number of ranks and
+of loader workers. Its only state is the index of the first window. Next file: `dataloader.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ IGNORE_INDEX = -100
 
 
 class Windows:
-    """The endless stream of windows of a mixture of token streams, each window (seq_len + 1,) int64."""
+    """The endless stream of windows of a mixture of token streams, each window (seq_len + 1,)
+    int64."""
 
     def __init__(
         self, streams: Sequence[TokenStream], weights: Sequence[float], seq_len: int, seed: int
@@ -40,11 +40,11 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches of rank `dp_rank`: (tokens, labels), each (local_batch_size, seq_len) int64.
 
     A round is `num_windows` windows, shared out among N ranks: batch k of a round holds its windows
-    k * B * N + dp_rank * B + [0, B), for B rows a rank. Every rank makes `num_batches` batches of a round, as many as
-    hold it all. Rows over its end are padding: token 0, and IGNORE_INDEX for labels. There is one round, from
-    `start_window` on, or with `endless` one after another: a round is a training step then. In a loader with workers
-    each makes every W-th batch, which the loader puts in order.
-    """
+    k * B * N + dp_rank * B + [0, B), for B rows a rank. Every rank makes `num_batches` batches of a
+    round, as many as hold it all. Rows over its end are padding: token 0, and IGNORE_INDEX for
+    labels. There is one round, from `start_window` on, or with `endless` one after another: a round
+    is a training step then. In a loader with workers each makes every W-th batch, which the loader
+    puts in order."""
 
     def __init__(
         self,

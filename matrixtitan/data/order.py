@@ -1,8 +1,8 @@
-"""Which window comes when: pure functions of an index, so any place in the stream is reached at once.
+"""Which window comes when: pure functions of an index, so any place in the stream is reached at
+once.
 
-Owns the shuffle (a keyed permutation that needs no memory) and the mixture of weighted sources. Never reads a token.
-Next file: `dataset.py`.
-"""
+Owns the shuffle (a keyed permutation that needs no memory) and the mixture of weighted sources.
+Never reads a token. Next file: `dataset.py`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def make_key(*parts: int) -> int:
 def permute(index: int, size: int, key: int) -> int:
     """Where a shuffle of range(size) puts `index`; each `key` is another shuffle.
 
-    A Feistel network on the bits of an index permutes the next power of two; an image outside of range(size) is
-    permuted again until one is inside (cycle walking; Black and Rogaway, 2002), under 2 rounds on average.
-    """
+    A Feistel network on the bits of an index permutes the next power of two; an image outside of
+    range(size) is permuted again until one is inside (cycle walking; Black and Rogaway, 2002),
+    under 2 rounds on average."""
     if not 0 <= index < size:
         raise IndexError(f"index {index} is not in range({size})")
     bits = (size - 1).bit_length()
@@ -70,8 +70,8 @@ class Place(NamedTuple):
 class WindowOrder:
     """The endless sequence of windows of a mixture.
 
-    Sources take turns so that after any number of windows each had its share to within one or so; every source is
-    shuffled anew in each of its epochs, with a key of (seed, source, epoch).
+    Sources take turns so that after any number of windows each had its share to within one or so;
+    every source is shuffled anew in each of its epochs, with a key of (seed, source, epoch).
 
     Args: `sizes`: windows of each source, all at least 1. `weights`: relative, all above 0.
     """

@@ -1,9 +1,9 @@
 """Text to token shards, once: on all cores, cached, complete or not there at all.
 
-Owns tokenising a source into shards (training and held-out documents apart) and the cache of them. Never runs a
-collective: of the processes that want the same shards, the one that takes the lock makes them and the others wait on
-the lock, which the system frees if that one dies. Next file: `shards.py`.
-"""
+Owns tokenising a source into shards (training and held-out documents apart) and the cache of them.
+Never runs a collective: of the processes that want the same shards, the one that takes the lock
+makes them and the others wait on the lock, which the system frees if that one dies. Next file:
+`shards.py`."""
 
 from __future__ import annotations
 
@@ -110,14 +110,15 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     num_threads: int | None = None,
 ) -> Counts:
-    """Write the shards of `source` into the existing `folder`: `train-*.bin` and `validation-*.bin`.
+    """Write the shards of `source` into the existing `folder`: `train-*.bin` and
+    `validation-*.bin`.
 
-    Each document is BOS, its tokens, EOS (one mark between documents where the tokenizer's BOS and EOS are the same).
-    The result does not depend on the number of threads. ValueError, naming file and line, at the first bad record
-    unless they are to be skipped; of the standard library, files that are not UTF-8 are always left out. Empty texts
-    are left out and counted: they are no documents, so the share of held-out documents is that of the others.
-    ValueError if no text is left.
-    """
+    Each document is BOS, its tokens, EOS (one mark between documents where the tokenizer's BOS and
+    EOS are the same). The result does not depend on the number of threads. ValueError, naming file
+    and line, at the first bad record unless they are to be skipped; of the standard library, files
+    that are not UTF-8 are always left out. Empty texts are left out and counted: they are no
+    documents, so the share of held-out documents is that of the others. ValueError if no text is
+    left."""
     files = find_files(source.kind, source.path, source.key)
     logger.info("%s: tokenising %s files", source.key, f"{len(files):,}")
     skip = on_bad_record == "skip" or SOURCE_TYPES[source.kind].skips_bad_records
@@ -244,7 +245,7 @@ def _encode(
     return _Encoded(np.concatenate(parts), starts, skipped, num_empty, num_bytes)
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def cached_shards(
@@ -255,10 +256,11 @@ def cached_shards(
     validation_fraction: float,
     on_bad_record: OnBadRecord = "error",
 ) -> list[Path]:
-    """Shards of `source`, made on the first call for these files and this tokenizer, found on later ones.
+    """Shards of `source`, made on the first call for these files and this tokenizer, found on later
+    ones.
 
-    Any number of processes may call this at once. ValueError for bad records, RuntimeError if the cache cannot be used.
-    """
+    Any number of processes may call this at once. ValueError for bad records, RuntimeError if the
+    cache cannot be used."""
     cache_dir = cache_dir.expanduser()
     files = find_files(source.kind, source.path, source.key)
     name = _cache_name(source, files, tokenizer, validation_fraction, on_bad_record)
@@ -339,8 +341,8 @@ def _cache_name(
 
 @contextmanager
 def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
-    """Hold the file lock of a cache entry; the system frees it if this process dies, so that nobody waits for the
-    dead."""
+    """Hold the file lock of a cache entry; the system frees it if this process dies, so that nobody
+    waits for the dead."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         file = (cache_dir / f"{name}.lock").open("w")

@@ -1,11 +1,12 @@
-"""The token shard file: a header of 256 bytes, then the token ids as little-endian uint16 or uint32.
+"""The token shard file: a header of 256 bytes, then the token ids as little-endian uint16 or
+uint32.
 
-Owns the format, its checks, and the view of several shards as one stream of tokens (memory-mapped: opening is instant
-and processes share the pages). Never decides which token goes where. Next file: `order.py`.
+Owns the format, its checks, and the view of several shards as one stream of tokens (memory-mapped:
+opening is instant and processes share the pages). Never decides which token goes where. Next file:
+`order.py`.
 
-The header: magic, version, bytes a token, split (0 training, 1 held out), token count, document count, the tokenizer's
-fingerprint and the SHA-256 of the tokens.
-"""
+The header: magic, version, bytes a token, split (0 training, 1 held out), token count, document
+count, the tokenizer's fingerprint and the SHA-256 of the tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def read_header(path: Path) -> ShardHeader:
 
 
 class ShardWriter:
-    """Appends tokens of one split to `folder/<split>-00000.bin`, and on to the next file after `max_tokens`.
+    """Appends tokens of one split to `folder/<split>-00000.bin`, and on to the next file after
+    `max_tokens`.
 
     A file is complete once its header is written, which is last; no token, no file.
     """
@@ -214,9 +216,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def _map_tokens(path: Path, header: ShardHeader) -> np.ndarray:
     """The tokens of a shard as a read-only memory map, which ends when nothing refers to it.
 
-    Not np.memmap: Python's mmap keeps a file descriptor for each map (from 3.13 on it need not), so that a corpus of
-    more shards than `ulimit -n` could not be opened. The system call itself needs the descriptor only while it runs.
-    """
+    Not np.memmap: Python's mmap keeps a file descriptor for each map (from 3.13 on it need not), so
+    that a corpus of more shards than `ulimit -n` could not be opened. The system call itself needs
+    the descriptor only while it runs."""
     num_bytes = HEADER_BYTES + header.num_tokens * header.dtype.itemsize
     with path.open("rb") as file:
         address = _LIBC.mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)

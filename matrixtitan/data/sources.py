@@ -5,10 +5,9 @@ function that yields the records of an open file, and one that turns a record in
 `--help` and the tools take the types from there.
 
 Owns finding files (a file, a folder, a glob, or the interpreter's own library), reading them plain
-or gzipped, and the checks of a record. A bad record is a `BadRecord`, which names its file and line.
-An empty text is not bad: `text_of` returns "", and callers leave it out and count it. Never
-tokenises, and imports no torch. Next: `prepare.py`.
-"""
+or gzipped, and the checks of a record. A bad record is a `BadRecord`, which names its file and
+line. An empty text is not bad: `text_of` returns "", and callers leave it out and count it. Never
+tokenises, and imports no torch. Next: `prepare.py`."""
 
 from __future__ import annotations
 
@@ -202,8 +201,8 @@ def _leads_somewhere(entry: os.DirEntry[str]) -> bool:
 
 def _dangling(link: str | Path) -> FileNotFoundError:
     return FileNotFoundError(
-        f"{link} is a symbolic link to {os.readlink(link)!r}, which leads nowhere: mend the link or "
-        "delete it"
+        f"{link} is a symbolic link to {os.readlink(link)!r}, which leads nowhere: mend the link "
+        "or delete it"
     )
 
 
@@ -330,7 +329,8 @@ def read_texts(
     *,
     quiet: bool = False,
 ) -> Iterator[str]:
-    """The texts of a source, one by one, without empty texts. Logs how many are empty unless `quiet`.
+    """The texts of a source, one by one, without empty texts. Logs how many are empty unless
+    `quiet`.
 
     Raises the first bad record, unless the type skips bad records. ValueError, naming `key`, if no
     text is left.

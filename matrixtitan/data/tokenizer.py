@@ -1,11 +1,11 @@
 """Text to token ids and back, by tiktoken, from a rank file.
 
-Owns the reading of rank files (a base64 token and its rank a line: the format of Llama 3's `tokenizer.model` and of
-GPT's `.tiktoken` files), how each splits text into words, the special tokens that go with it, and the small tokenizer
-that ships with the package. A rank file says nothing but tokens: a known family is told by its number of ranks, a file
-of `tools/train_tokenizer.py` by the mark beside it, and any other by the user. Never downloads anything. Next file:
-`sources.py`.
-"""
+Owns the reading of rank files (a base64 token and its rank a line: the format of Llama 3's
+`tokenizer.model` and of GPT's `.tiktoken` files), how each splits text into words, the special
+tokens that go with it, and the small tokenizer that ships with the package. A rank file says
+nothing but tokens: a known family is told by its number of ranks, a file of
+`tools/train_tokenizer.py` by the mark beside it, and any other by the user. Never downloads
+anything. Next file: `sources.py`."""
 
 from __future__ import annotations
 
@@ -60,19 +60,21 @@ PATTERNS = {
     # Llama 3's with digits one by one: https://huggingface.co/Qwen/Qwen2-0.5B (tokenizer.json)
     "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
-"""What `model.tokenizer_pattern` may name. Names alone, since tiktoken drops without a word what a regular expression
-does not match: an expression of a user's own could lose text."""
+"""What `model.tokenizer_pattern` may name. Names alone, since tiktoken drops without a word what a
+regular expression does not match: an expression of a user's own could lose text."""
 
 _TRAINER = "tools/train_tokenizer.py"
 
-# tiktoken's regex overflows its stack on a very long run of one character class, so such runs are cut.
+# tiktoken's regex overflows its stack on a very long run of one character class, so such runs are
+# cut.
 _LONGEST_RUN = 25_000
 _LONG_RUN = re.compile(rf"\S{{{_LONGEST_RUN}}}|\s{{{_LONGEST_RUN}}}")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How rank files of one origin split text, and which special tokens come with them ({text: id})."""
+    """How rank files of one origin split text, and which special tokens come with them ({text:
+    id})."""
 
     name: str
     pattern: str
@@ -123,7 +125,8 @@ def _family_of(num_ranks: int) -> Family | None:
 
 
 def _other_family(num_ranks: int, pattern: str) -> Family:
-    """BOS and EOS after the last rank: `tools/train_tokenizer.py`'s files, and any whose pattern a user names."""
+    """BOS and EOS after the last rank: `tools/train_tokenizer.py`'s files, and any whose pattern a
+    user names."""
     special = {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
     return Family("small", PATTERNS[pattern], special, "<|begin_of_text|>", "<|end_of_text|>")
 
@@ -131,9 +134,8 @@ def _other_family(num_ranks: int, pattern: str) -> Family:
 class Tokenizer:
     """Byte-level BPE over `ranks` ({token bytes: id, which is its merge priority too}).
 
-    Special tokens in a text are ordinary text: no document can forge an end of text. `n_words` (= `vocab_size`) is the
-    least vocabulary that a model needs.
-    """
+    Special tokens in a text are ordinary text: no document can forge an end of text. `n_words` (=
+    `vocab_size`) is the least vocabulary that a model needs."""
 
     def __init__(self, ranks: dict[bytes, int], family: Family, path: str = "") -> None:
         self.path = path
@@ -191,7 +193,8 @@ def valid_unicode(text: str) -> str:
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """`text` in the pieces that are encoded one by one; all but the last end with a run of the longest length."""
+    """`text` in the pieces that are encoded one by one; all but the last end with a run of the
+    longest length."""
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]
@@ -225,7 +228,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(
-            f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the 256 bytes"
+            f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the "
+            "256 bytes"
         )
     if len(set(ranks.values())) != len(ranks):
         raise ValueError(f"tokenizer file {path}: two tokens have the same rank")
@@ -240,12 +244,14 @@ def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
 
 
 def mark_file(path: Path) -> Path:
-    """Where the mark of rank file `path` is: beside it, because rank files have no room for anything but tokens."""
+    """Where the mark of rank file `path` is: beside it, because rank files have no room for
+    anything but tokens."""
     return path.with_name(f"{path.name}.meta.json")
 
 
 def write_mark(path: Path, pattern: str, fingerprint: str) -> None:
-    """Write to `path` that a rank file of ours splits text by `pattern`; the fingerprint says which file."""
+    """Write to `path` that a rank file of ours splits text by `pattern`; the fingerprint says which
+    file."""
     mark = {"made_by": _TRAINER, "pattern": pattern, "fingerprint": fingerprint}
     path.write_text(json.dumps(mark, indent=1) + "\n")
 
@@ -258,8 +264,8 @@ def _read_mark(path: Path) -> tuple[str, str]:
         fingerprint = str(mark["fingerprint"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not what {_TRAINER} writes beside its files ({error!r}): put the right one there, or delete "
-            "it and name the pattern with `--model.tokenizer_pattern NAME`"
+            f"{path} is not what {_TRAINER} writes beside its files ({error!r}): put the right "
+            "one there, or delete it and name the pattern with `--model.tokenizer_pattern NAME`"
         ) from error
     if made_by != _TRAINER or pattern not in PATTERNS:
         raise ValueError(
@@ -270,12 +276,12 @@ def _read_mark(path: Path) -> tuple[str, str]:
 
 
 def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
-    """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that ships here (4,096
-    tokens).
+    """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that
+    ships here (4,096 tokens).
 
-    `pattern` names how text is split (a key of `PATTERNS`); "" is as the file's family or its mark has it. ValueError,
-    with what to do, for a missing file, one that is not a rank file, or one whose pattern nothing tells.
-    """
+    `pattern` names how text is split (a key of `PATTERNS`); "" is as the file's family or its mark
+    has it. ValueError, with what to do, for a missing file, one that is not a rank file, or one
+    whose pattern nothing tells."""
     if pattern and pattern not in PATTERNS:
         raise ValueError(not_one_of("model.tokenizer_pattern", pattern, PATTERNS))
     for problem in missing_tokenizer(path):
@@ -299,8 +305,8 @@ def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
     tokenizer = Tokenizer(ranks, family, str(file))
     if expected_fingerprint not in (None, tokenizer.fingerprint):
         raise ValueError(
-            f"{mark_file(file)} is the mark of another rank file than {file}: put the right one there, or delete it "
-            "and name the pattern with `--model.tokenizer_pattern NAME`"
+            f"{mark_file(file)} is the mark of another rank file than {file}: put the right one "
+            "there, or delete it and name the pattern with `--model.tokenizer_pattern NAME`"
         )
     return tokenizer
 
@@ -310,9 +316,10 @@ def _marked_pattern(file: Path, num_ranks: int) -> tuple[str, str]:
     mark = mark_file(file)
     if not mark.is_file():
         raise ValueError(
-            f"tokenizer file {file}: nothing says how it splits text. No known family has {num_ranks} tokens, and "
-            f"{mark.name}, which {_TRAINER} writes beside its files, is not there. Name the pattern that the file was "
-            "trained with, `--model.tokenizer_pattern NAME` (of a tool: `--tokenizer-pattern NAME`): "
+            f"tokenizer file {file}: nothing says how it splits text. No known family has "
+            f"{num_ranks} tokens, and {mark.name}, which {_TRAINER} writes beside its files, is "
+            "not there. Name the pattern that the file was trained with, "
+            "`--model.tokenizer_pattern NAME` (of a tool: `--tokenizer-pattern NAME`): "
             f"{', '.join(PATTERNS)}. For a file of an older {_TRAINER} it is llama3"
         )
     return _read_mark(mark)

@@ -1,4 +1,5 @@
-"""Saving and loading on several ranks: any world size and cut, DTensors both ways, whole or nothing, pauses."""
+"""Saving and loading on several ranks: any world size and cut, DTensors both ways, whole or
+nothing, pauses."""
 
 from __future__ import annotations
 
@@ -240,7 +241,8 @@ def warnings_on_resume(first: Config, second: Config) -> list[str]:
 
 
 def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path) -> None:
-    """On rank 0 alone, with both rates and the key that avoids it; without a word where that key is given."""
+    """On rank 0 alone, with both rates and the key that avoids it; without a word where that key is
+    given."""
     config = run_config(str(tmp_path))
     config = dataclasses.replace(
         config,
@@ -562,7 +564,8 @@ def test_saved_on_cpus_resumes_where_a_gpu_has_a_generator_too(tmp_path: Path) -
 
 
 def pauses(folder: str) -> list[tuple[float, float]]:
-    """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank, in seconds."""
+    """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank,
+    in seconds."""
     found = []
     for async_mode in ("disabled", "async"):
         config, run = run_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)

@@ -1,4 +1,5 @@
-"""Every optimizer in real runs on other numbers of ranks, from the start and resumed; restarts by the launcher."""
+"""Every optimizer in real runs on other numbers of ranks, from the start and resumed; restarts by
+the launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from tests.lib.distributed import run_distributed
 SAVED_AT, STEPS = 10, 20
 TOLERANCE = 5e-5
 SOAP_BAND = 2e-3
-"""Eigenbases of rank-deficient factors follow from rounding. `test_band_of_soap` measured 8e-4 at most."""
+"""Eigenbases of rank-deficient factors follow from rounding. `test_band_of_soap` measured 8e-4 at
+most."""
 OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
@@ -82,7 +84,8 @@ def config_of(folder: Path, optimizer: str, world_size: int, replicas: int = 1) 
 
 
 def losses_of(*configs: Config, save_first: bool = False) -> list[list[float]]:
-    """The losses of each run, one run after the other; with `save_first` what was loaded is saved before training."""
+    """The losses of each run, one run after the other; with `save_first` what was loaded is saved
+    before training."""
     found = []
     for config in configs:
         losses: list[float] = []
@@ -186,7 +189,8 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("batch", "seq_len"), [(12, 4), (24, 16), (24, 64)])
 def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> None:
-    """With few tokens all factors are rank-deficient. Run with -s to see the figures of docs/optimizers.md."""
+    """With few tokens all factors are rank-deficient. Run with -s to see the figures of
+    docs/optimizers.md."""
     losses = []
     for world_size in (1, 2, 3, 4):
         config = config_of(workplace / f"{batch} {seq_len} {seed}", "soap", world_size)
@@ -212,7 +216,8 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
 
 
 def stored(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint that does not belong to a rank: weights, optimizer state, counters."""
+    """Every tensor of a checkpoint that does not belong to a rank: weights, optimizer state,
+    counters."""
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -226,7 +231,8 @@ def stored(checkpoint: Path) -> dict[str, Tensor]:
 def test_state_survives_four_two_three_ranks(
     workplace: Path, uninterrupted: dict[str, list[float]]
 ) -> None:
-    """Saved again as it was loaded, it is the same to the bit; trained on in between, losses are as without a stop."""
+    """Saved again as it was loaded, it is the same to the bit; trained on in between, losses are as
+    without a stop."""
     middle = (SAVED_AT + STEPS) // 2
     losses: dict[str, list[float]] = {optimizer: [] for optimizer in OPTIMIZERS}
     previous, at = workplace / "whole", SAVED_AT

@@ -1,4 +1,5 @@
-"""run_train.sh for real, on gloo processes: it trains, on one machine or two, and every way to end ends all of it.
+"""run_train.sh for real, on gloo processes: it trains, on one machine or two, and every way to end
+ends all of it.
 
 The interpreter that runs the tests is the active environment, so nothing is installed.
 """
@@ -98,7 +99,8 @@ class Runs:
             time.sleep(0.05)
 
     def finish(self, process: subprocess.Popen[bytes], timeout: float) -> int:
-        """The exit code; fails with the log, and every rank's stack, where the process outlives `timeout` seconds."""
+        """The exit code; fails with the log, and every rank's stack, where the process outlives
+        `timeout` seconds."""
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -243,7 +245,8 @@ def test_the_debug_config_trains_as_it_stands_where_ranks_do_not_divide_its_batc
 
 
 def _rank(runs: Runs, launcher: subprocess.Popen[bytes], rank: str) -> int:
-    """The pid of a rank on this machine; a loader's worker has the same environment, but another parent."""
+    """The pid of a rank on this machine; a loader's worker has the same environment, but another
+    parent."""
     for pid, environ in runs.alive().items():
         parent = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
         if environ.get("RANK") == rank and int(parent) == launcher.pid:

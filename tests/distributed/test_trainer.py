@@ -1,4 +1,5 @@
-"""Whole runs of the trainer on small models: the numbers do not depend on how the batch is shared out."""
+"""Whole runs of the trainer on small models: the numbers do not depend on how the batch is shared
+out."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
 
 
 def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
-    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding alone."""
+    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding
+    alone."""
     short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
     runs = [
         split(strategy, 0, training__global_batch_size=size, **short)
@@ -281,7 +283,7 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     )  # the override made it known
 
 
-# --- a loss or gradient that is not a number -------------------------------------------------------------------------
+# --- a loss or gradient that is not a number ------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -292,7 +294,8 @@ class Outcome(NamedTuple):
 
 
 def poisoned(config: Config, bad_rank: int, bad_steps: list[int], value: float) -> Outcome:
-    """Train with `value` added to one rank's loss in some steps; the error, weights before the last and at the end."""
+    """Train with `value` added to one rank's loss in some steps; the error, weights before the last
+    and at the end."""
     with Trainer(config) as trainer:
         before: list[Tensor] = []
 
@@ -361,7 +364,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(corpus: Path, tmp_path: Path) 
         assert outcome.skipped_steps == 4
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) -> None:
@@ -388,7 +391,7 @@ def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) 
             assert 4 < value < math.log(4096) + 0.3
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 RESUMABLE = {
     "parallelism__strategy": "matrix_fsdp",
@@ -436,7 +439,8 @@ def test_tied_weights_are_saved_once_and_resumed(corpus: Path, tmp_path: Path) -
 
 
 def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
-    """SIGTERM to one rank during `at_step`, then a second run in the same folder; the step that the first ended at."""
+    """SIGTERM to one rank during `at_step`, then a second run in the same folder; the step that the
+    first ended at."""
     with Trainer(config) as trainer:
 
         def signal_once(module: torch.nn.Module, arguments: object) -> None:
@@ -466,7 +470,8 @@ class Interrupted(NamedTuple):
 
 
 def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
-    """SIGTERM to rank 1 in a validation of 400 slow batches, or while it writes a checkpoint; then a second run."""
+    """SIGTERM to rank 1 in a validation of 400 slow batches, or while it writes a checkpoint; then
+    a second run."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -509,7 +514,8 @@ def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
 def test_told_to_end_in_a_long_phase_the_run_ends_soon_with_its_finished_step_saved(
     corpus: Path, tmp_path: Path, uninterrupted: Curves, phase: str
 ) -> None:
-    """The validation is dropped, not finished; after a save no further step is done. The next run repeats nothing."""
+    """The validation is dropped, not finished; after a save no further step is done. The next run
+    repeats nothing."""
     config = config_for(
         corpus,
         tmp_path,
@@ -563,7 +569,8 @@ def test_no_update_before_the_copies_of_a_save_are_made(corpus: Path, tmp_path: 
 def refusal(
     first: Config, changed: Path, second: Config, elsewhere: Config, allowed: Config
 ) -> str:
-    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then `allowed` goes on.
+    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then
+    `allowed` goes on.
 
     `elsewhere` takes all of the checkpoint to another folder.
     """
@@ -810,7 +817,8 @@ def test_groups_have_the_first_steps_timeout_from_the_start(corpus: Path, tmp_pa
 
 
 def frozen_in_the_first_backward(config: Config, port: int, frozen: int) -> None:
-    """In a group of the trainer's own; how long the other ranks go on, with all that they close at the end."""
+    """In a group of the trainer's own; how long the other ranks go on, with all that they close at
+    the end."""
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     start = 0.0
@@ -880,7 +888,8 @@ main()
 def test_threads_of_groups_end_before_the_interpreter(
     corpus: Path, tmp_path: Path, then: str, all_end: bool
 ) -> None:
-    """Which would abort a process now and then. After an error they may wait for a dead peer: nobody waits for them."""
+    """Which would abort a process now and then. After an error they may wait for a dead peer:
+    nobody waits for them."""
     config_for(corpus, tmp_path)
     done = subprocess.run(
         [

@@ -1,7 +1,8 @@
-"""The little that a Checkpointer sees of a run: parameters and optimizer state cut over ranks, a config, no training.
+"""The little that a Checkpointer sees of a run: parameters and optimizer state cut over ranks, a
+config, no training.
 
-Every value is a function of the key and the row, so a test can tell what a load should give under any cut.
-"""
+Every value is a function of the key and the row, so a test can tell what a load should give under
+any cut."""
 
 from __future__ import annotations
 

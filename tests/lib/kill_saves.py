@@ -1,13 +1,14 @@
-"""Kill jobs with SIGKILL at random moments, saves included, and resume them: nothing complete may be lost.
+"""Kill jobs with SIGKILL at random moments, saves included, and resume them: nothing complete may
+be lost.
 
 A short version is in the suite; the long ones:
 
     python -m tests.lib.kill_saves --rounds 50           # a job that does nothing but save
     python -m tests.lib.kill_saves --rounds 50 --train   # real training, saving after every step
 
-Every second round saves in the background. The first kind checks each value that it loads. The second ends with a run
-that was never killed: its weights and optimizer state must be the same to the bit.
-"""
+Every second round saves in the background. The first kind checks each value that it loads. The
+second ends with a run that was never killed: its weights and optimizer state must be the same to
+the bit."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def start(
 def kill_and_resume(
     job: Job, folder: Path, rounds: int, world_size: int, seed: int, longest: float = 0.5
 ) -> Report:
-    """AssertionError if a job does not resume from the newest checkpoint that was complete, or ends by itself.
+    """AssertionError if a job does not resume from the newest checkpoint that was complete, or ends
+    by itself.
 
     `longest` is how many seconds a job lives at most after it has loaded.
     """

@@ -1,4 +1,5 @@
-"""The life of `step-N` folders: complete, interrupted, replaced, deleted; and what a changed configuration means."""
+"""The life of `step-N` folders: complete, interrupted, replaced, deleted; and what a changed
+configuration means."""
 
 from __future__ import annotations
 

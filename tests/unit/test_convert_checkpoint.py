@@ -1,4 +1,5 @@
-"""Conversion: exact round trips, transformers' models in and out, one tensor at a time, clear errors."""
+"""Conversion: exact round trips, transformers' models in and out, one tensor at a time, clear
+errors."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return ending.value.code
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -161,7 +162,8 @@ def test_transformers_own_model_loads(tied: bool, sharded: bool, tmp_path: Path)
 
 
 def test_files_hold_what_the_safetensors_package_writes(tmp_path: Path) -> None:
-    """The header is written here, so the package reads the file back: same tensors, same order of bytes."""
+    """The header is written here, so the package reads the file back: same tensors, same order of
+    bytes."""
     write_huggingface(weights_of(UNTIED, torch.bfloat16), tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
     loaded = safetensors_torch.load_file(path)
@@ -182,7 +184,8 @@ def test_dtype_rounds_once(tmp_path: Path) -> None:
 
 
 def add_tensors(folder: Path, **tensors: Tensor) -> None:
-    """Store them too, a "__" in a name for each dot; `lm_head__weight` beside a tied model's embedding."""
+    """Store them too, a "__" in a name for each dot; `lm_head__weight` beside a tied model's
+    embedding."""
     path = folder / "model.safetensors"
     named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
     safetensors_torch.save_file(safetensors_torch.load_file(path) | named, path)
@@ -276,7 +279,7 @@ def test_transformers_models_with_biases_or_other_rotations_are_refused(tmp_path
             open_weights(tmp_path / str(number))
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def save_as_a_run_does(folder: str, values: dict[str, Tensor]) -> None:
@@ -343,7 +346,8 @@ def test_special_tokens_keep_their_ids_across_a_gap(tmp_path: Path) -> None:
 def test_a_named_tokenizer_pattern_goes_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names has none."""
+    """Into our checkpoints by name, and into tokenizer.json; what was saved before there were names
+    has none."""
     rank_file = tmp_path / "ranks"
     write_ranks(rank_file, [*(bytes([byte]) for byte in range(256)), b"12", b"123"])
     write_huggingface(weights_of(UNTIED), tmp_path / "hf")
@@ -423,11 +427,12 @@ def test_the_flavor_to_train_it_as_is_printed(
     assert "--model.flavor netlab" in capsys.readouterr().out
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 class PeakMemory:
-    """The most that this process's own memory (without mapped files) grew inside the with block, in bytes."""
+    """The most that this process's own memory (without mapped files) grew inside the with block, in
+    bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.start, self.peak = self._now(), 0
@@ -469,7 +474,7 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
         assert memory.peak < total / 4, f"{name}: {memory.peak / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
-# --- what cannot be converted ----------------------------------------------------------------------------------------
+# --- what cannot be converted ---------------------------------------------------------------------
 
 
 @pytest.fixture

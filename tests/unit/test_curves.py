@@ -1,4 +1,5 @@
-"""metrics.jsonl: what is read is what was written, over resumes, killed runs and numbers that are not finite."""
+"""metrics.jsonl: what is read is what was written, over resumes, killed runs and numbers that are
+not finite."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The windows of each step, in the order of the stream, put together from all ranks, without padding."""
+    """The windows of each step, in the order of the stream, put together from all ranks, without
+    padding."""
     count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
@@ -111,7 +112,7 @@ def with_local_batch(config: Config, local_batch_size: int) -> Config:
     return dataclasses.replace(config, training=training)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_shapes_and_labels_are_the_next_tokens(
@@ -168,7 +169,8 @@ def test_automatic_batches_are_the_same_at_any_world_size(
     limit: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can go on."""
+    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can
+    go on."""
     monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
     config = data_config(folder, lower, global_batch_size=16)
     expected = global_batches(config, tokenizer, 1, steps=5)
@@ -254,7 +256,7 @@ def test_a_stream_pickles_without_its_tokens(
     assert pickle.loads(pickled).read(5, 20).tolist() == source.train.read(5, 20).tolist()
 
 
-# --- sources ---------------------------------------------------------------------------------------------------------
+# --- sources --------------------------------------------------------------------------------------
 
 
 def test_two_sources_in_their_shares(
@@ -387,7 +389,7 @@ def test_stream_fingerprint_follows_what_orders_the_data(
     assert all(fingerprint_of(other, tokenizer) != fingerprint for other in changed)
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
@@ -475,7 +477,7 @@ def test_validation_without_held_out_data(
     assert "nothing is held out of data.sources[1]" in caplog.text
 
 
-# --- many shards -----------------------------------------------------------------------------------------------------
+# --- many shards ----------------------------------------------------------------------------------
 
 
 def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: Queue) -> None:

@@ -53,7 +53,7 @@ def jsonl(path: Path, **options: str) -> TextSource:
     return TextSource("jsonl", [str(path)], **options)
 
 
-# --- what is in the shards -------------------------------------------------------------------------------------------
+# --- what is in the shards ------------------------------------------------------------------------
 
 
 def test_documents_are_packed_in_order_between_bos_and_eos(
@@ -177,7 +177,7 @@ def test_standard_library_is_read_in_seconds(tmp_path: Path) -> None:
     assert counts.documents[1] == int(sum(counts.documents) * 0.02)
 
 
-# --- what is wrong with a text ---------------------------------------------------------------------------------------
+# --- what is wrong with a text --------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
 BAD_LINES = [
@@ -360,7 +360,7 @@ def test_a_source_of_bad_records_alone_says_so(tmp_path: Path, tokenizer: Tokeni
         make(jsonl(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out", on_bad_record="skip")
 
 
-# --- which files a path means ----------------------------------------------------------------------------------------
+# --- which files a path means ---------------------------------------------------------------------
 
 
 def linked_corpus(folder: Path) -> Path:
@@ -448,7 +448,7 @@ def test_no_file_names_the_key(tmp_path: Path) -> None:
         find_files("text", ())
 
 
-# --- what is wrong with a shard --------------------------------------------------------------------------------------
+# --- what is wrong with a shard -------------------------------------------------------------------
 
 
 def one_shard(tmp_path: Path, tokenizer: Tokenizer) -> Path:
@@ -476,7 +476,7 @@ def test_damaged_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
         read_header(path)
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def cached(path: Path, tokenizer: Tokenizer, cache: Path, **options: object) -> list[Path]:
@@ -621,7 +621,7 @@ def test_skips_are_told_again_from_the_cache(
     assert told.levelno == logging.INFO and "1 bad records skipped in all" in told.message
 
 
-# --- tools/prepare_data.py -------------------------------------------------------------------------------------------
+# --- tools/prepare_data.py ------------------------------------------------------------------------
 
 
 def test_prepare_data_tool(

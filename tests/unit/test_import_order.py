@@ -1,4 +1,5 @@
-"""Imports point one way, and the runtime can be lifted out: read from the source, so nothing is executed."""
+"""Imports point one way, and the runtime can be lifted out: read from the source, so nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ MODULES = {module_name(path) for path in sources()}
 
 
 def imports(source: str, at_run_time: bool = False) -> set[str]:
-    """Every module that `source` names. `at_run_time`: without what is imported for the type checker alone."""
+    """Every module that `source` names. `at_run_time`: without what is imported for the type
+    checker alone."""
     tree = ast.parse(source)
     if at_run_time:
         tree.body = [

@@ -1,4 +1,5 @@
-"""run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is installed or trained."""
+"""run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is
+installed or trained."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Answers what the scripts ask of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin; pip writes a line.
+# Answers what the scripts ask of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin;
+# pip writes a line.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here="$(dirname "${BASH_SOURCE[0]}")"
 case "$1 ${2:-}" in

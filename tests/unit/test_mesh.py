@@ -1,4 +1,5 @@
-"""What a process sets before a model exists, and how it leaves its group; CUDA's part of it without a GPU."""
+"""What a process sets before a model exists, and how it leaves its group; CUDA's part of it without
+a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The log line, the curves and the clock, on one process; over ranks: tests/distributed/test_trainer.py."""
+"""The log line, the curves and the clock, on one process; over ranks:
+tests/distributed/test_trainer.py."""
 
 from __future__ import annotations
 

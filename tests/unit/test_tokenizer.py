@@ -134,7 +134,7 @@ def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
     assert special["<|reserved_special_token_250|>"] == 128_255
 
 
-# --- which pattern ---------------------------------------------------------------------------------------------------
+# --- which pattern --------------------------------------------------------------------------------
 
 
 def test_a_rank_file_of_an_unknown_family_is_refused(tmp_path: pathlib.Path) -> None:
@@ -219,7 +219,7 @@ def test_a_damaged_mark_is_named(embedded: Tokenizer, tmp_path: pathlib.Path) ->
     assert load_tokenizer(str(path), "llama3").fingerprint == embedded.fingerprint
 
 
-# --- what is no rank file --------------------------------------------------------------------------------------------
+# --- what is no rank file -------------------------------------------------------------------------
 
 
 def test_missing_file_says_what_to_do(tmp_path: pathlib.Path) -> None:
@@ -290,7 +290,8 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of an earlier run."""
+    """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of
+    an earlier run."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text").write_text("some words and some more words " * 3)
     pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")
