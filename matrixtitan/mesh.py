@@ -280,7 +280,8 @@ def _set_cuda_environment(comm: CommConfig) -> None:
 
 def set_seeds(debug: DebugConfig) -> None:
     """Seed the global generators, alike on all ranks. Weights and data have generators of their
-    own."""
+    own.
+    """
     random.seed(debug.seed)
     torch.manual_seed(debug.seed)
     if debug.deterministic:

@@ -1,8 +1,7 @@
-"""What a number of ranks makes of a config: the mesh's shape, and each rank's part of a global
-batch.
+"""What a number of ranks means for a config: the mesh's shape, each rank's part of a batch.
 
-Pure arithmetic without torch, so that the launcher can check it before it starts any process. Read
-next: `mesh.py`.
+Pure arithmetic without torch, so that the launcher can check it before it starts any process. Next:
+`mesh.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from matrixtitan.config import Config, ParallelismConfig, TrainingConfig
 
 AUTOMATIC_TOKENS = 8192
 """The most tokens in a microbatch of automatic size, unless one sequence is longer. A cautious
-choice for memory, not a measured optimum."""
+choice for memory, not a measured optimum.
+"""
 
 
 class MeshShape(NamedTuple):
@@ -22,9 +22,9 @@ class MeshShape(NamedTuple):
 
 
 class BatchSplit(NamedTuple):
-    """Each rank makes `microbatches` forward passes of `local_batch_size` rows in a step.
+    """Each rank runs `microbatches` forward passes of `local_batch_size` rows in a step.
 
-    `padding_rows` of the rows of all ranks hold no sequence.
+    Over all ranks, `padding_rows` of these rows hold no sequence.
     """
 
     local_batch_size: int
@@ -33,14 +33,14 @@ class BatchSplit(NamedTuple):
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """ValueError if `world_size` ranks cannot run `config`. In a dry run the imagined ranks count."""
+    """ValueError if `world_size` ranks cannot run `config`. A dry run counts its imagined ranks."""
     world_size = config.parallelism.dry_run_world_size or world_size
     mesh_shape(config.parallelism, world_size)
     split_batch(config.training, world_size)
 
 
 def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
-    """The two degrees with -1 resolved; ValueError where they do not make up `world_size` ranks."""
+    """The two degrees, -1 resolved. ValueError if they do not make up `world_size` ranks."""
     replicas = parallelism.data_parallel_replicate_degree
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
@@ -61,7 +61,7 @@ def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
 
 
 def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
-    """How `world_size` ranks share a step.
+    """How `world_size` ranks share the global batch of a step.
 
     With training.local_batch_size 0 any number of ranks can, by padding. ValueError, naming the
     nearest sizes that fit, if a local batch size is given and does not divide evenly.

@@ -4,7 +4,8 @@
 a step: learning rate (`optim/lr_schedule.py`), forward and backward, update, log, validation, save.
 A run that SIGTERM tells to end leaves the loop after `_save`. Owns the order of things and the
 train state (step, window, tokens seen). Every part's own logic is in its own file. Next:
-`assemble.py`."""
+`assemble.py`.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +256,8 @@ class Trainer:
 
     def _skip_or_stop(self, step: int, loss: Tensor, grad_norm: float) -> None:
         """Collective: find the ranks whose loss is not finite, then do as training.on_nonfinite
-        says."""
+        says.
+        """
         losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]

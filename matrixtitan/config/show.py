@@ -15,7 +15,7 @@ from matrixtitan.rules import RULES
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """{"section": {"key": value}}; the rule's options stand in a table of its name."""
+    """{"section": {"key": value}}; the options of the rule stand in a table of its name."""
     found = dataclasses.asdict(config)
     found["optimizer"][config.optimizer.name] = found["optimizer"].pop("rule")
     return found
@@ -45,7 +45,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # TOML escapes as JSON does, and DEL
+        # TOML escapes the same characters as JSON, and DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
@@ -57,7 +57,7 @@ def _toml_value(value: Any) -> str:
 
 
 def help_text() -> str:
-    """Every key with its type, default, range and meaning, and what it needs to act."""
+    """`--help`: every key with its type, default, range, meaning, and what it needs to act."""
     lines = [
         "usage: ./run_train.sh [--config NAME] [--section.key value ...] [--print-config]",
         "",
@@ -100,7 +100,7 @@ def _help_lines(prefix: str, cls: type[Options]) -> Iterator[str]:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user writes of it."""
+    """A type in the words of `--help`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(option) for option in arguments)

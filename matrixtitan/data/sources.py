@@ -7,7 +7,8 @@ function that yields the records of an open file, and one that turns a record in
 Owns finding files (a file, a folder, a glob, or the interpreter's own library), reading them plain
 or gzipped, and the checks of a record. A bad record is a `BadRecord`, which names its file and
 line. An empty text is not bad: `text_of` returns "", and callers leave it out and count it. Never
-tokenises, and imports no torch. Next: `prepare.py`."""
+tokenises, and imports no torch. Next: `prepare.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ logger = get_logger()
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _PIECE_BYTES = 4 << 20
 """A longer text file is read and tokenised in pieces of about this size, each cut after a line. The
-file stays one document."""
+file stays one document.
+"""
 
 
 class BadRecord(ValueError):
@@ -38,7 +40,7 @@ class BadRecord(ValueError):
 
 
 class Record(NamedTuple):
-    """The bytes of one document, or of a piece of one: its first if `begins`, its last if `ends`."""
+    """The bytes of a document, or of a piece of one: the first if `begins`, the last if `ends`."""
 
     path: Path
     line: int  # where the record begins, from 1
@@ -54,9 +56,9 @@ class SourceType:
     doc: str
     """What `--help` says of it."""
     records: Callable[[Path, BinaryIO, str], Iterator[Record]] | None
-    """(path, the open file, the source's `field`) -> its records. None: the files are token shards."""
+    """(path, open file, `field` of the source) -> its records. None: the files are token shards."""
     text: Callable[[Record, str], str] = lambda record, field: _decoded(record)
-    """(record, the source's `field`) -> the record's text; raises BadRecord."""
+    """(record, `field` of the source) -> the record's text. Raises BadRecord."""
     suffixes: tuple[str, ...] = ("",)
     """The names of a folder's files that count end with one of these."""
     own_files: Callable[[str], list[Path]] | None = None
@@ -255,7 +257,9 @@ def read_records(kind: str, files: Sequence[Path], field: str) -> Iterator[Recor
 
 
 def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    return path.open("rb")
 
 
 def _lines(path: Path, file: BinaryIO, field: str) -> Iterator[Record]:
