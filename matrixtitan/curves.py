@@ -1,9 +1,9 @@
 """metrics.jsonl: every curve of a run as text, one JSON object per line.
 
 Owns the file's format, its writer (for `metrics.py`) and its reader (for tools). Needs neither
-PyTorch nor TensorBoard. A line is one of:
+PyTorch nor TensorBoard. There are two kinds of lines:
 
-    {"run_start": 0}                     a run begins, with this many steps done before
+    {"run_start": 0}                         a run begins, with this many steps done before
     {"step": 10, "loss/train": 7.12, ...}    scalars after a step, named as in TensorBoard
 
 A step may have several lines (training, validation, the pause of a save). A resumed run appends to

@@ -19,7 +19,7 @@ def get_logger() -> logging.Logger:
 
 
 def init_logger() -> None:
-    """Send the package's records to standard error. Programs call it once; the library never does."""
+    """Send the package's records to standard error. For programs to call once, not libraries."""
     rank = os.environ.get("RANK", "0")
     logger = get_logger()
     if logger.handlers:

@@ -41,6 +41,7 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
     """The two degrees, -1 resolved. ValueError if they do not make up `world_size` ranks."""
+    parallelism.require("parallelism.")
     replicas = parallelism.data_parallel_replicate_degree
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
@@ -66,6 +67,7 @@ def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
     With training.local_batch_size 0 any number of ranks can, by padding. ValueError, naming the
     nearest sizes that fit, if a local batch size is given and does not divide evenly.
     """
+    training.require("training.")
     total, size = training.global_batch_size, training.local_batch_size
     if size == 0:
         limit = max(1, AUTOMATIC_TOKENS // training.seq_len)
@@ -73,7 +75,7 @@ def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
         size = _ceil_div(total, world_size * microbatches)
         return BatchSplit(size, microbatches, world_size * microbatches * size - total)
     together = size * world_size
-    if total % together or total < 1:
+    if total % together:
         lower = total // together * together
         nearest = " or ".join(str(n) for n in (lower, lower + together) if n > 0)
         raise ValueError(

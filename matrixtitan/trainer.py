@@ -140,7 +140,7 @@ class Trainer:
             self._describe_run()
 
     def _require_same_data(self, data_stream: dict[str, Any]) -> None:
-        """ValueError if ranks read different text: a machine with a stale copy would go unnoticed."""
+        """ValueError if ranks read different text, such as from a stale copy on one machine."""
         everyone = self.world.gather_objects(data_stream)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if others:

@@ -532,7 +532,7 @@ class Checkpointer:
     # --- the folder -------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Make the folder, clear what a killed job left, check that all ranks see the same folder."""
+        """Make the folder, clear what a killed job left, check that all ranks see one folder."""
 
         def prepare() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from matrixtitan.config import Config, DataConfig, DataSource
 from matrixtitan.data.dataset import RankBatches, Windows
 from matrixtitan.data.prepare import TextSource, cached_shards
 from matrixtitan.data.shards import Split, TokenStream, read_header
-from matrixtitan.data.sources import TEXT_SOURCES, find_files
+from matrixtitan.data.sources import SOURCE_TYPES, find_files
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.ranks import split_batch
@@ -58,7 +58,7 @@ def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
 def _open_source(
     key: str, source: DataSource, data: DataConfig, tokenizer: Tokenizer
 ) -> SourceStreams:
-    if source.type not in TEXT_SOURCES:
+    if SOURCE_TYPES[source.type].records is None:
         paths = find_files("shards", source.path, key)
         logger.info("%s: %s files", key, f"{len(paths):,}")
     else:
@@ -195,9 +195,7 @@ def build_validation_loader(
         )
     return RankBatches(
         windows,
-        validation.local_batch_size
-        or training.local_batch_size
-        or split_batch(training, dp_world_size).local_batch_size,
+        validation.local_batch_size or split_batch(training, dp_world_size).local_batch_size,
         dp_rank,
         dp_world_size,
         num_windows=min(wanted, available),

@@ -1,5 +1,4 @@
-"""Saving and loading on several ranks: any world size and cut, DTensors both ways, whole or
-nothing, pauses."""
+"""Saving and loading on several ranks: any world size and cut, DTensors, whole or nothing, pauses."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def dtensors(device_mesh: DeviceMesh) -> dict[str, DTensor]:
 
 
 def dtensor_run(device_mesh: DeviceMesh, filled: bool) -> FakeRun:
-    """What the fsdp2 strategy shows: parameters and their state are DTensors."""
+    """What the fsdp2 strategy holds: parameters and their state are DTensors."""
     run = FakeRun(0, 1, filled=filled)
     run.params = [
         dataclasses.replace(p, tensor=distribute_tensor(p.tensor, device_mesh, [Shard(0)]))
@@ -202,7 +201,7 @@ def save_behind_a_janitor(folder: str) -> None:
 
 
 def resume_from_a_link(folder: str) -> None:
-    """Step 2 is a link: loaded through, then pruned as steps 4 and 6 are saved."""
+    """Step 2 is a link. It loads, and is pruned when steps 4 and 6 are saved."""
     checkpointer, run = make(folder, filled=False, keep_latest_k=1, load_step=2)
     with checkpointer:
         assert checkpointer.load() == TrainState(2, 20, 160)
@@ -227,7 +226,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_block_the_next_start(
 
 
 def warnings_on_resume(first: Config, second: Config) -> list[str]:
-    """What a rank warns of when `second` goes on from the step that `first` saved."""
+    """The warnings of a rank when `second` resumes from the step that `first` saved."""
     run, lines = FakeRun(dist.get_rank(), dist.get_world_size()), []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -241,8 +240,10 @@ def warnings_on_resume(first: Config, second: Config) -> list[str]:
 
 
 def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path) -> None:
-    """On rank 0 alone, with both rates and the key that avoids it; without a word where that key is
-    given."""
+    """Rank 0 alone warns, with both rates and the key that avoids the change.
+
+    There is no warning where that key is set.
+    """
     config = run_config(str(tmp_path))
     config = dataclasses.replace(
         config,
@@ -356,7 +357,7 @@ def test_a_write_that_fails_on_one_rank_is_everyones_error(
 
 
 def save_ruined(folder: str, spoil: str, on_error: str, **keys: Any) -> str:
-    """Saves whole at 2 and 6; at 4 one number on rank 1 is bad."""
+    """Saves at 2, 4 and 6. At 4, one number on rank 1 is inf or nan."""
     checkpointer, run = make(folder, on_error=on_error, **keys)
     with checkpointer:
         checkpointer.save(2, TrainState(2))
@@ -426,7 +427,7 @@ def ends_without_its_save(folder: str, **when: bool) -> str:
 
 
 def test_no_run_ends_well_without_its_last_save(tmp_path: Path) -> None:
-    """Else a pre-empted run would end with status 0 and nothing to resume from."""
+    """Otherwise a pre-empted run would end with status 0 and nothing to resume from."""
     for when in ("last", "now"):
         for message in on_ranks(ends_without_its_save, 1, str(tmp_path), **{when: True}):
             assert "saving step 4 failed" in message
@@ -435,7 +436,9 @@ def test_no_run_ends_well_without_its_last_save(tmp_path: Path) -> None:
 
 
 def fails_during_a_save(folder: str) -> tuple[str, float]:
-    """The error, and seconds from it to the end, while a frozen rank keeps the save from ending."""
+    """The error, and the seconds from it to the end, while a frozen rank keeps the save from
+    ending.
+    """
     never = threading.Event()
     checkpointer_module.write_checkpoint = lambda *_: never.wait(60)  # type: ignore[assignment]
     run, config = FakeRun(0, 1), run_config(folder, async_mode="async")
@@ -564,8 +567,7 @@ def test_saved_on_cpus_resumes_where_a_gpu_has_a_generator_too(tmp_path: Path) -
 
 
 def pauses(folder: str) -> list[tuple[float, float]]:
-    """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank,
-    in seconds."""
+    """(pause, time until saved) in seconds, of synchronous and background saves of 16 MB per rank."""
     found = []
     for async_mode in ("disabled", "async"):
         config, run = run_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)
@@ -593,7 +595,7 @@ def test_a_background_save_pauses_training_for_a_fraction_only(tmp_path: Path) -
 
 
 def corrupt_at_random(folder: str, count: int) -> int:
-    """Change one byte somewhere, load, put it back; the number of times that the load noticed."""
+    """Change one byte, load, and put the byte back. Returns how many loads noticed the change."""
     checkpointer, run = make(folder, filled=False)
     step = Path(folder, "checkpoint", "step-2")
     files = sorted(step.iterdir())

@@ -1,4 +1,4 @@
-"""Weights go to and from a model sharded by PyTorch's own `fully_shard`, through DCP alone."""
+"""Weights go to and from a model that PyTorch's own `fully_shard` shards, through DCP alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The little that a Checkpointer sees of a run: parameters and optimizer state cut over ranks, a
-config, no training.
+"""The part of a run that a Checkpointer sees: cut parameters and optimizer state, and a config.
 
-Every value is a function of the key and the row, so a test can tell what a load should give under
-any cut."""
+Every value is a function of the key and the row, so a test knows what a load should give under any
+cut.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The life of `step-N` folders: complete, interrupted, replaced, deleted; and what a changed
-configuration means."""
+configuration means.
+"""
 
 from __future__ import annotations
 

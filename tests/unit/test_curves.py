@@ -1,5 +1,6 @@
 """metrics.jsonl: what is read is what was written, over resumes, killed runs and numbers that are
-not finite."""
+not finite.
+"""
 
 from __future__ import annotations
 

@@ -9,12 +9,14 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from matrixtitan.data.dataloader import (
 from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
 from matrixtitan.data.shards import ShardWriter, TokenStream, dtype_for
+from matrixtitan.data.sources import SOURCE_TYPES, Record, SourceType
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
 from matrixtitan.ranks import split_batch
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
@@ -90,7 +93,8 @@ def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
     """The windows of each step, in the order of the stream, put together from all ranks, without
-    padding."""
+    padding.
+    """
     count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
@@ -170,7 +174,8 @@ def test_automatic_batches_are_the_same_at_any_world_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can
-    go on."""
+    go on.
+    """
     monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
     config = data_config(folder, lower, global_batch_size=16)
     expected = global_batches(config, tokenizer, 1, steps=5)
@@ -320,6 +325,26 @@ def test_too_little_data(
         training_batches(data_config(folder, lower, seq_len=100_000), tokenizer, 0, 1)
 
 
+def test_a_new_source_type_is_one_entry(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(path: Path, file: BinaryIO, field: str) -> Iterator[Record]:
+        for number, line in enumerate(file, start=1):
+            yield Record(path, number, line.split(b",")[int(field)])
+
+    (tmp_path / "table.csv").write_text("1,first text,x\n2,second text,y\n")
+    (tmp_path / "other.txt").write_text("not of this type")
+    source = DataSource("csv", (str(tmp_path),), field="1")
+    config = dataclasses.replace(data_config(folder, source).data, validation_fraction=0.0)
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.type is 'csv'; choose "):
+        open_sources(config, tokenizer)
+    csv = SourceType("", rows, suffixes=(".csv",), takes_field=True)
+    monkeypatch.setitem(SOURCE_TYPES, "csv", csv)
+    (opened,) = open_sources(config, tokenizer)
+    text = tokenizer.decode(opened.train.read(0, len(opened.train)).tolist())
+    assert re.findall(r"\w+ text", text) == ["first text", "second text"]
+
+
 def test_bad_weight_and_no_source(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
     with pytest.raises(ValueError, match=r"data\.sources\[0\]\.weight is 0\.0; it must be posit"):
         training_batches(
@@ -339,12 +364,14 @@ def test_the_log_tells_how_often_the_data_is_read(
     assert f"the whole run reads it {120 / size:.2f} times" in caplog.text
 
 
-@pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6"), (0, "6")])
+@pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6")])
 def test_uneven_global_batch_names_the_nearest(global_batch_size: int, nearest: str) -> None:
     training = TrainingConfig(global_batch_size=global_batch_size, local_batch_size=2)
     with pytest.raises(ValueError, match=f"size to 0, .* or the global batch to {nearest}$"):
         split_batch(training, 3)
     assert split_batch(dataclasses.replace(training, global_batch_size=18), 3) == (2, 3, 0)
+    with pytest.raises(ValueError, match=r"^training\.global_batch_size is 0; it is required"):
+        split_batch(dataclasses.replace(training, global_batch_size=0), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Imports point one way, and the runtime can be lifted out: read from the source, so nothing is
-executed."""
+executed.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ MODULES = {module_name(path) for path in sources()}
 
 def imports(source: str, at_run_time: bool = False) -> set[str]:
     """Every module that `source` names. `at_run_time`: without what is imported for the type
-    checker alone."""
+    checker alone.
+    """
     tree = ast.parse(source)
     if at_run_time:
         tree.body = [

@@ -1,5 +1,6 @@
 """run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is
-installed or trained."""
+installed or trained.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What a process sets before a model exists, and how it leaves its group; CUDA's part of it without
-a GPU."""
+a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The log line, the curves and the clock, on one process; over ranks:
-tests/distributed/test_trainer.py."""
+tests/distributed/test_trainer.py.
+"""
 
 from __future__ import annotations
 

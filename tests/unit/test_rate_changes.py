@@ -1,5 +1,6 @@
 """What a resume warns of: a learning rate that is not the old schedule's at the next step, a batch
-of another size."""
+of another size.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from matrixtitan.config import Config, TrainingConfig
 
 def run(**keys: Any) -> dict[str, Any]:
     """A run's configuration as a checkpoint holds it: 20 steps, warm-up until 4; `keys` have "__"
-    for the dot."""
+    for the dot.
+    """
     settings = {
         "training__global_batch_size": 8,
         "training__seq_len": 16,

@@ -291,7 +291,8 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of
-    an earlier run."""
+    an earlier run.
+    """
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text").write_text("some words and some more words " * 3)
     pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")

@@ -3,7 +3,8 @@ than a screenful.
 
 Mistakes that stop before any process starts are made with run_train.sh itself. Those that ranks
 find are made in a process that has torch already, by what torchrun would run there;
-`tests/distributed/test_launch.py` has the whole way."""
+`tests/distributed/test_launch.py` has the whole way.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ def test_ranks_tell_a_mistake_once_and_with_a_traceback_only_where_asked(
 
 def train_main(folder: Path, arguments: list[str], attempt: Path | None = None) -> tuple[int, str]:
     """On a rank: what `train.py` does with a command's arguments. Its exit status, and what is on
-    the screen."""
+    the screen.
+    """
     import traceback
 
     import train
