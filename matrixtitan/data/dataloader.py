@@ -195,7 +195,9 @@ def build_validation_loader(
         )
     return RankBatches(
         windows,
-        validation.local_batch_size or split_batch(training, dp_world_size).local_batch_size,
+        validation.local_batch_size
+        or training.local_batch_size
+        or split_batch(training, dp_world_size).local_batch_size,
         dp_rank,
         dp_world_size,
         num_windows=min(wanted, available),

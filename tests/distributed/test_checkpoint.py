@@ -1,4 +1,4 @@
-"""Saving and loading on several ranks: any world size and cut, DTensors, whole or nothing, pauses."""
+"""Saving and loading on several ranks: any world size and cut, whole or nothing, pauses."""
 
 from __future__ import annotations
 
@@ -567,7 +567,7 @@ def test_saved_on_cpus_resumes_where_a_gpu_has_a_generator_too(tmp_path: Path) -
 
 
 def pauses(folder: str) -> list[tuple[float, float]]:
-    """(pause, time until saved) in seconds, of synchronous and background saves of 16 MB per rank."""
+    """(pause, time until saved) in seconds, of foreground and background saves of 16 MB a rank."""
     found = []
     for async_mode in ("disabled", "async"):
         config, run = run_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on small models; the numbers do not depend on how ranks share a batch."""
+"""Whole runs of the trainer on small models. How ranks share a batch changes no number."""
 
 from __future__ import annotations
 
@@ -173,8 +173,9 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
 
 
 def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
-    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding
-    alone.
+    """16 sequences on 3 ranks are 6 rows per rank, of which 2 are padding.
+
+    In the second case the third rank has padding alone.
     """
     short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
     runs = [
@@ -471,12 +472,12 @@ def test_one_rank_told_to_end_saves_and_ends_all(
 class Interrupted(NamedTuple):
     ended_at: int
     batches: int
-    """Of all validations of the run that was told to end."""
+    """The loss of every validation of the run that was told to end."""
     warnings: list[str]
 
 
 def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
-    """SIGTERM to rank 1 in a validation of 400 slow batches, or during a save; then a second run."""
+    """SIGTERM to rank 1 in a validation of 400 slow batches or in a save; then a second run."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -721,7 +722,7 @@ def test_a_rank_may_tokenise_for_longer_than_a_collective_may_take(
 
 
 def timeouts(config: Config) -> tuple[float, float]:
-    """The time limits, in seconds, of a collective in training and in a save, after the first step."""
+    """Time limits, in seconds, of a collective in training and of one in a save, after a step."""
     with Trainer(config) as trainer:
         trainer.train()
         (saving,) = trainer.checkpointer.patient_groups
@@ -782,7 +783,8 @@ def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
             command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )
         report = re.search(
-            rf"dry run: rank {rank} of {ranks} keeps (\S+) bytes of weights, as many of gradients, (\S+) of "
+            rf"dry run: rank {rank} of {ranks} keeps (\S+) bytes of weights, as many of gradients, "
+            r"(\S+) of "
             r"optimizer state; planned in all: (\S+) bytes; memory .* resident",
             done.stdout + done.stderr,
         )
@@ -826,7 +828,7 @@ def test_groups_have_the_first_steps_timeout_from_the_start(corpus: Path, tmp_pa
 
 
 def frozen_in_the_first_backward(config: Config, port: int, frozen: int) -> None:
-    """Train in a group that the trainer makes. Returns how long the other ranks go on until closed."""
+    """Train in a group that the trainer makes. Returns how long the other ranks go on."""
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     start = 0.0

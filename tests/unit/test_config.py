@@ -1,4 +1,4 @@
-"""The loader: what it accepts, what it says of mistakes, and that every shipped file loads."""
+"""The loader: what it accepts, what it says about mistakes, and that every shipped file loads."""
 
 from __future__ import annotations
 

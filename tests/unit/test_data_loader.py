@@ -92,9 +92,7 @@ def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The windows of each step, in the order of the stream, put together from all ranks, without
-    padding.
-    """
+    """The windows of each step, in the order of the stream, from all ranks and without padding."""
     count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
@@ -173,8 +171,9 @@ def test_automatic_batches_are_the_same_at_any_world_size(
     limit: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can
-    go on.
+    """The windows of step s are [(s - 1) G, s G), whatever is padding.
+
+    So a run can go on at any number of ranks.
     """
     monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
     config = data_config(folder, lower, global_batch_size=16)
@@ -213,7 +212,7 @@ def test_resume_twice_in_a_row_and_at_another_world_size(
 def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
     folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, world_size: int
 ) -> None:
-    """Stopped before the step that holds the first epoch's end, resumed to past the second's."""
+    """A run that stops before the end of the first epoch resumes to past the end of the second."""
     config = with_workers(data_config(folder, lower), num_workers)
     (source,) = open_sources(config.data, tokenizer)
     size = source.train.num_windows(16)
@@ -231,7 +230,7 @@ def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
 def test_resume_at_a_far_index_reads_only_its_own_tokens(
     folder: Path, tokenizer: Tokenizer, lower: DataSource
 ) -> None:
-    """A window of a later epoch is found without walking there."""
+    """A window of a later epoch is found without reading the epochs before."""
     config = data_config(folder, lower)
     windows = training_batches(config, tokenizer, 0, 1, 10**15).dataset.windows
     reads = []
@@ -420,7 +419,7 @@ def test_stream_fingerprint_follows_what_orders_the_data(
 
 
 def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
-    """The windows that count; a row's labels are all ignored or none is."""
+    """The windows that count. The labels of a row are all ignored, or none of them."""
     kept = []
     for tokens, labels in batches:
         ignored = (labels == IGNORE_INDEX).all(dim=1)
@@ -522,7 +521,7 @@ def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: 
 def test_more_shards_than_file_handles(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """600 prepared folders under `ulimit -n 256`: every window is read, with and without a worker."""
+    """600 prepared folders under `ulimit -n 256`: a worker, or none, reads every window."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds, for 600 files
     documents = [[number % 256, number // 256] * 8 for number in range(600)]
     for number, document in enumerate(documents):

@@ -161,7 +161,7 @@ def test_wide_ids_survive(tmp_path: Path) -> None:
 
 
 def test_standard_library_is_read_in_seconds(tmp_path: Path) -> None:
-    """The embedded data: Python files of this interpreter, tests and installed packages apart."""
+    """The embedded data: this interpreter's Python files, without tests and installed packages."""
     files = find_files("python_stdlib", ())
     names = {file.name for file in files}
     assert {"argparse.py", "decoder.py"} <= names
@@ -261,7 +261,7 @@ def test_a_long_file_with_a_bad_piece_stays_one_document(
     name: str,
     kept: str | None,
 ) -> None:
-    """Without its bad piece, but with its marks: the next document does not run into it."""
+    """The document loses its bad piece and keeps its marks: the next one does not run into it."""
     monkeypatch.setattr(sources, "_PIECE_BYTES", 50)
     (tmp_path / name).write_bytes(content)
     (tmp_path / "c.txt").write_text("next")
@@ -290,7 +290,7 @@ EMPTY_FILES = {
 def test_empty_texts_beside_good_ones_are_left_out_and_counted(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not an error, no document of two marks; a text of white space is one."""
+    """An empty text is no error, and no document of two marks. A text of white space is one."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name, content in EMPTY_FILES.items():
@@ -309,7 +309,7 @@ def test_empty_texts_beside_good_ones_are_left_out_and_counted(
 def test_an_empty_text_file_beside_good_ones_is_left_out_and_counted(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also between files that are read in pieces, and where marks are shared."""
+    """Marks also stand between files that are read in pieces, and where BOS is EOS."""
     monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
     monkeypatch.setattr(prepare, "_TASK_BYTES", 15)  # documents go over from one task to the next
     tokenizer.eos_id = tokenizer.bos_id
@@ -327,7 +327,7 @@ def test_an_empty_text_file_beside_good_ones_is_left_out_and_counted(
 def test_empty_texts_take_no_share_of_the_held_out_documents(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Where every second row is empty, every fifth of the others is held out all the same."""
+    """If every second row is empty, every fifth of the other rows is still held out."""
     documents = texts(50)
     rows = [row for text in documents for row in (text, "")]
     source = jsonl(write_jsonl(tmp_path / "a.jsonl", rows))
@@ -364,7 +364,7 @@ def test_a_source_of_bad_records_alone_says_so(tmp_path: Path, tokenizer: Tokeni
 
 
 def linked_corpus(folder: Path) -> Path:
-    """Two parts, one of them behind a link; a second link to it, a link to a file, and loops."""
+    """Two parts, one behind a link; a second link to it, a link to a file, and loops."""
     corpus = folder / "c"
     for part in (corpus / "part1", folder / "real" / "below"):
         part.mkdir(parents=True)
@@ -383,7 +383,7 @@ def linked_corpus(folder: Path) -> Path:
 def test_a_folder_behind_a_symbolic_link_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
 ) -> None:
-    """As a folder and as a glob; each file once; loops end."""
+    """By folder and by glob, each file comes once, and loops end."""
     linked_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c" / ".hidden").symlink_to("nowhere")

@@ -1,6 +1,4 @@
-"""Imports point one way, and the runtime can be lifted out: read from the source, so nothing is
-executed.
-"""
+"""Imports point one way, and the runtime can be lifted out. Reads the source, executes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ EXTRA_RULES = {  # prefix -> the only project modules that it may import besides
     "models": {"models"},
 }
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
-"""What the trainer needs of optim; the rest, the optimizers, can be lifted out."""
+"""What of optim is for the trainer. The rest, the optimizers, can be lifted out."""
 PURE = [
     f"matrixtitan.{name}"
     for name in ("plan", "options", "rules", "predict", "config", "curves", "mistakes", "ranks")
@@ -75,9 +73,7 @@ MODULES = {module_name(path) for path in sources()}
 
 
 def imports(source: str, at_run_time: bool = False) -> set[str]:
-    """Every module that `source` names. `at_run_time`: without what is imported for the type
-    checker alone.
-    """
+    """Every module that `source` names. `at_run_time` leaves out imports for the type checker."""
     tree = ast.parse(source)
     if at_run_time:
         tree.body = [

@@ -1,6 +1,4 @@
-"""run_train.sh and tools/setup_env.sh with stand-ins for the interpreter, so that nothing is
-installed or trained.
-"""
+"""run_train.sh and tools/setup_env.sh with a stand-in interpreter: nothing is installed or run."""
 
 from __future__ import annotations
 

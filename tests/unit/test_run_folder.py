@@ -1,10 +1,11 @@
-"""The folders of a run are made at the start: what is in the way is one message, which names the key."""
+"""A run makes its folders at the start. One message names the key of one that cannot be."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -45,6 +46,9 @@ def test_a_key_that_names_a_file_is_named(
 def test_a_full_disk_is_found_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
+    def full(dir: Path) -> BinaryIO:
+        return open("/dev/full", "wb")  # noqa: SIM115
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(ValueError, match=r"^job\.dump_folder .* No space left .* free space, or"):
         make_run_folder(run_in(tmp_path))

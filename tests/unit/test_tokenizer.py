@@ -1,4 +1,4 @@
-"""The tokenizer: what ships, rank files of every family, errors that say what to do, training."""
+"""The tokenizer: what ships, rank files of every family, errors with advice, training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trainer() -> types.ModuleType:
 
 
 def write_llama_like(path: pathlib.Path, num_ranks: int) -> None:
-    """A rank file of that many tokens: the bytes, then made-up pairs and triples of them."""
+    """A rank file of this many tokens: the bytes, then made-up pairs and triples of them."""
     tokens = [bytes([byte]) for byte in range(256)]
     number = 0
     while len(tokens) < num_ranks:
@@ -104,7 +104,7 @@ def test_fingerprint_follows_ranks(embedded: Tokenizer, tmp_path: pathlib.Path) 
 
 
 def test_the_embedded_tokenizer_s_fingerprint_stays(embedded: Tokenizer) -> None:
-    """Cached tokens and checkpoints name it."""
+    """The fingerprint is stable: cached tokens and checkpoints name it."""
     assert embedded.fingerprint.startswith("17d029dc8dc6d3242ffef35376a82700")
 
 
@@ -124,7 +124,7 @@ def test_families(tmp_path: pathlib.Path, num_ranks: int, n_words: int, bos: int
 
 
 def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
-    """Ids as in Llama 3's own tokenizer: https://github.com/meta-llama/llama3 (llama/tokenizer.py)."""
+    """Ids of Llama 3's own tokenizer, https://github.com/meta-llama/llama3 (llama/tokenizer.py)."""
     write_llama_like(tmp_path / "tokenizer.model", 128_000)
     special = load_tokenizer(str(tmp_path / "tokenizer.model")).family.special_tokens
     assert sorted(special.values()) == list(range(128_000, 128_256))
@@ -282,7 +282,7 @@ def test_trained_file_gives_the_trainer_s_tokens(
 
 
 def test_llama3_pattern(trainer: types.ModuleType) -> None:
-    """Words with one sign before them, digits by threes, line ends together."""
+    """Words with the sign before them, digits by threes, line ends together."""
     pre_tokenizer = trainer.train(iter(["a"]), 258).pre_tokenizer
     pieces = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("a.b(c)  12345's\n\n  x")]
     assert pieces == ["a", ".b", "(c", ")", "Ġ", "Ġ", "123", "45", "'s", "ĊĊ", "Ġ", "Ġx"]
@@ -290,9 +290,7 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of
-    an earlier run.
-    """
+    """A folder with some text, a file of a byte-order mark alone, and the output of an earlier run."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text").write_text("some words and some more words " * 3)
     pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")
@@ -357,7 +355,7 @@ def test_the_trainer_leaves_empty_texts_out(
 def test_the_trainer_takes_what_training_takes(
     folder: pathlib.Path, trainer: types.ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs that are encoded in pieces, and halves of surrogate pairs."""
+    """Long runs, which are encoded in pieces, and lone surrogates."""
     record = json.dumps({"text": "abc" * 20_000 + " \ud800 and"})
     pathlib.Path("records.jsonl").write_text(record)
     arguments = ["--output", "out", "--vocab-size", "260", "--path", "records.jsonl"]
