@@ -173,9 +173,9 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
 
 
 def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
-    """16 sequences on 3 ranks are 6 rows per rank, of which 2 are padding.
+    """16 sequences on 3 ranks are 6 rows per rank, 18 in total, so 2 rows are padding.
 
-    In the second case the third rank has padding alone.
+    With 2 sequences the third rank has nothing but padding.
     """
     short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
     runs = [
@@ -193,7 +193,7 @@ def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
 def test_the_debug_config_gives_the_same_losses_at_any_number_of_ranks(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """The config as it is, but for its text and a shorter sequence. 3 ranks have padding, 2 and 8
+    """The config as shipped, with another text and shorter sequences. 3 ranks have padding; 2 and 8
     have none.
     """
     sources = f'[{{type = "text", path = "{corpus}/*.txt"}}]'
@@ -472,7 +472,7 @@ def test_one_rank_told_to_end_saves_and_ends_all(
 class Interrupted(NamedTuple):
     ended_at: int
     batches: int
-    """The loss of every validation of the run that was told to end."""
+    """The batches of all validations of the run that was told to end."""
     warnings: list[str]
 
 

@@ -13,7 +13,7 @@ from matrixtitan.config import Config, TrainingConfig
 
 
 def run(**keys: Any) -> dict[str, Any]:
-    """A config as a checkpoint stores it: 20 steps, warm-up until 4. `keys` have "__" for the dot."""
+    """A config as stored: 20 steps, warm-up until 4. `keys` have "__" for the dot."""
     settings = {
         "training__global_batch_size": 8,
         "training__seq_len": 16,

@@ -47,7 +47,7 @@ def test_a_full_disk_is_found_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(dir: Path) -> BinaryIO:
-        return open("/dev/full", "wb")  # noqa: SIM115
+        return open("/dev/full", "wb")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(ValueError, match=r"^job\.dump_folder .* No space left .* free space, or"):

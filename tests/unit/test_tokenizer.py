@@ -290,7 +290,7 @@ def test_llama3_pattern(trainer: types.ModuleType) -> None:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A folder with some text, a file of a byte-order mark alone, and the output of an earlier run."""
+    """A folder with a text, a file of a byte-order mark alone, and an earlier output."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text").write_text("some words and some more words " * 3)
     pathlib.Path("mark").write_bytes(b"\xef\xbb\xbf")
