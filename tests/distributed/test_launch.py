@@ -145,6 +145,7 @@ def test_trains_on_two_processes_in_the_folder_of_the_caller(runs: Runs) -> None
     assert runs.finish(process, 150) == 0, runs.log(process)
     assert "2 ranks" in runs.log(process)
     assert "step 2/2" in runs.log(process)
+    assert runs.log(process).count("transport: ") == 1
     assert (runs.folder / "out/config.toml").is_file()
 
 
