@@ -1,1 +1,3 @@
-"""matrixtitan: an LLM pretrainer whose ZeRO-3 shards are whole matrices. Start reading at `train.py`."""
+"""matrixtitan: an LLM pretrainer whose ZeRO-3 shards are whole matrices. Start reading at
+`train.py`.
+"""

@@ -1,14 +1,15 @@
-"""metrics.jsonl: every curve of a run as text, one JSON object a line.
+"""metrics.jsonl: every curve of a run as text, one JSON object per line.
 
-Owns the file's format, its writer (for `metrics.py`) and its reader (for tools), without PyTorch or TensorBoard. A line
-is either of the two:
+Owns the file's format, its writer (for `metrics.py`) and its reader (for tools). Needs neither
+PyTorch nor TensorBoard. There are two kinds of lines:
 
-    {"run_start": 0}                                  a run begins, with this many steps done before
-    {"step": 10, "loss/train": 7.12, "lr/matrix": 0.02, ...}     scalars after a step, named as in TensorBoard
+    {"run_start": 0}                         a run begins, with this many steps done before
+    {"step": 10, "loss/train": 7.12, ...}    scalars after a step, named as in TensorBoard
 
-A step may have several lines (training, validation, the pause of a save). A resumed run appends; its `run_start`
-makes void what an earlier attempt logged of later steps. JSON has no numbers that are not finite: these are the strings
-"NaN", "Infinity" and "-Infinity", which `float` reads.
+A step may have several lines (training, validation, the pause of a save). A resumed run appends to
+the file, and its `run_start` makes void what an earlier attempt logged of later steps. JSON has no
+numbers that are not finite: they are the strings "NaN", "Infinity" and "-Infinity", which `float`
+reads.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pathlib import Path
 FILE_NAME = "metrics.jsonl"
 
 Curve = list[tuple[int, float]]
-"""(step, value), steps ascending."""
+"""(step, value) pairs, steps ascending."""
 
 
 class CurveWriter:
-    """Appends to the file and flushes each line."""
+    """Appends lines to the file, and flushes each."""
 
     def __init__(self, path: Path, start_step: int) -> None:
         if path.exists():
@@ -46,9 +47,10 @@ class CurveWriter:
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """Every curve of a run by its name; a step's last value counts. ValueError for a line that is none of ours.
+    """Every curve of a run, by name. Of several values of a step the last counts.
 
-    The run may be going on: an unfinished last line is left out.
+    ValueError for a line that is not of this format. The run may still be going on: a last line
+    that is not finished is left out.
     """
     curves: dict[str, dict[int, float]] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -74,7 +76,7 @@ def _as_json(value: float) -> float | str:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A run that was killed while it wrote left a line without an end: the next one must not be glued to it."""
+    """Cut off an unfinished last line, which a run left that was killed while it wrote."""
     text = path.read_bytes()
     if not text.endswith(b"\n"):
         with path.open("r+b") as file:

@@ -1,7 +1,7 @@
 """The logger: one line per record, tagged with the rank that wrote it.
 
-INFO from rank 0 alone, warnings and errors from every rank, so that a 64-node job's log can be read. Imports nothing
-of the package.
+Rank 0 logs INFO; all ranks log warnings and errors. So the log of a 64-node job stays readable.
+Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def get_logger() -> logging.Logger:
 
 
 def init_logger() -> None:
-    """Send the package's records to standard error. Called once by the program, never by the library."""
+    """Send the package's records to standard error. For programs to call once, not libraries."""
     rank = os.environ.get("RANK", "0")
     logger = get_logger()
     if logger.handlers:

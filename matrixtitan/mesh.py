@@ -1,7 +1,7 @@
 """The processes of a run: device, process group, the (dp_replicate, dp_shard) mesh, seeds.
 
-Owns everything that is set once per process before a model exists, NCCL's environment included. It never trains.
-Next: `trainer.py`.
+Owns everything that is set once per process before a model exists, including NCCL's environment,
+and what the ranks do together outside training. Next: `trainer.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import gc
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfig
 from matrixtitan.log import get_logger
+from matrixtitan.mistakes import is_mistake
 from matrixtitan.ranks import mesh_shape
 
 logger = get_logger()
-
+T = TypeVar("T")
 
 _WAIT_LOG_SECONDS = 60.0
 _POLL_SECONDS = 0.01, 1.0  # first and longest pause between two looks at the store
@@ -44,9 +45,10 @@ class World:
     owns_group: bool
 
     def set_timeout(self, seconds: int, except_for: Sequence[dist.ProcessGroup] = ()) -> None:
-        """How long any collective may take from now on, in every group but those named.
+        """How long a collective may take from now on, in every group but those of `except_for`.
 
-        Private in PyTorch: the list of all groups, and before 2.15 the call that changes one's timeout. Only used here.
+        Two names are private in PyTorch, and used only here: the list of all groups, and before
+        2.15 the call that changes a group's timeout.
         """
         if dist.get_backend() == "fake":  # a dry run waits for nobody
             return
@@ -60,29 +62,54 @@ class World:
                 set_timeout(timedelta(seconds=seconds), group)
 
     def gather_objects(self, mine: Any) -> list[Any]:
-        """Every rank's `mine`, by rank. In a dry run no other rank exists, and this rank's stands for all."""
+        """Collective: every rank's `mine`, by rank. A dry run repeats its only rank's."""
         if dist.get_backend() == "fake":
             return [mine] * self.size
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine)
         return everyone
 
+    def on_all_ranks(self, act: Callable[[], T], long_work: str = "") -> T:
+        """Collective: call `act` and return its result. A mistake that one rank finds ends all
+        ranks.
+
+        Without this, the ranks that find nothing wrong would wait for those that left, and fail in
+        a collective in turn. `long_work` says what `act` does where it may take one rank longer
+        than a collective's time limit.
+        """
+        mistake: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            if not is_mistake(error):
+                raise
+            mistake = error
+        if long_work:
+            self.wait_for_all(long_work)
+        found = self.gather_objects(None if mistake is None else str(mistake))
+        if mistake is not None:
+            raise mistake
+        others = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+        if others:
+            raise ValueError(others[0])
+        return result
+
     def wait_for_all(self, work: str) -> None:
-        """Return when every rank has called this; all ranks call it equally often. Logs whom it waits for.
+        """Return when every rank has called this; all ranks call it equally often.
 
-        For work that takes ranks unequally long, without limit: a collective would end the run after its timeout. A
-        rank that dies is noticed by torchrun, which ends the others. `work` says what the others still do.
+        For work that takes some ranks much longer than others. It has no time limit, where a
+        collective would end the run after its timeout. torchrun notices a rank that dies, and ends
+        the others. `work` says in the log what the missing ranks still do.
 
-        Private in PyTorch: the store of the process group. A store of our own would need an address and a port that
-        all ranks know, and these are the launcher's.
+        The store of the process group is private in PyTorch. A store of our own would need an
+        address and a port that all ranks know, and only the launcher has these.
         """
         if self.size == 1 or dist.get_backend() == "fake":
             return
         store = dist.distributed_c10d._get_default_store()
         arrived = store.add("wait_for_all/arrived", 1)
-        number = -(
-            -arrived // self.size
-        )  # of this call: no rank is at a later one before all are at this
+        # of this call: no rank reaches the next call before all ranks have reached this one
+        number = -(-arrived // self.size)
         store.set(f"wait_for_all/{number}/{self.rank}", "")
         pause, longest = _POLL_SECONDS
         told = time.monotonic()
@@ -109,21 +136,24 @@ class World:
     ) -> None:
         """Destroy the process group, unless it was there before.
 
-        On GPUs not after an error: NCCL would wait for what peers no longer join, and the error is printed after that.
+        After an error on GPUs it stays: NCCL would wait for peers that no longer join a
+        collective, and the error would be printed only after that.
         """
         if not self.owns_group or (kind is not None and self.device.type == "cuda"):
             return
         if dist.is_initialized():
             dist.destroy_process_group()
         if kind is None:
-            # A gloo group's threads live as long as anything refers to it, and one that drops a tensor while Python
-            # ends can abort the process (https://github.com/pytorch/pytorch/pull/179291). So what cycles keep alive
-            # goes before. Not after an error: a thread that waits for a dead peer would be waited for.
+            # The threads of a gloo group live as long as anything refers to the group. A thread
+            # that drops a tensor while Python ends can abort the process
+            # (https://github.com/pytorch/pytorch/pull/179291). So references in cycles are
+            # collected first. After an error they stay: the end of a thread that waits for a dead
+            # peer would be waited for.
             atexit.register(gc.collect)
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "ranks 3, 8-15": neighbours, which share a machine, together."""
+    """Such as "ranks 3, 8-15": neighbouring ranks, which often share a machine, as a range."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -137,16 +167,16 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def init_world(config: Config) -> World:
     """Join the run that the launcher describes (RANK, WORLD_SIZE, ...), or be a run of one process.
 
-    An existing process group is used as it is, on the CPU where it has no NCCL. ValueError where the degrees in the
-    config do not fit the ranks.
+    An existing process group is used as it is, and on the CPU if it has no NCCL. Raises ValueError
+    where the degrees in the config do not fit the number of ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     owns_group = not dist.is_initialized()
     use_cuda = torch.cuda.is_available() and (owns_group or "nccl" in dist.get_backend_config())
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start one process per "
-            "GPU (NPROC)"
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+            "start one process per GPU (NPROC)"
         )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -154,9 +184,8 @@ def init_world(config: Config) -> World:
         torch.cuda.set_device(device)
     if owns_group:
         size = config.parallelism.dry_run_world_size or int(os.environ.get("WORLD_SIZE", "1"))
-        mesh_shape(
-            config.parallelism, size
-        )  # degrees that do not fit stop here, before anything connects
+        # degrees that do not fit stop here, before anything connects
+        mesh_shape(config.parallelism, size)
         _init_group(config, device)
     mesh = build_mesh(
         config.parallelism,
@@ -170,7 +199,7 @@ def init_world(config: Config) -> World:
 def _init_group(config: Config, device: torch.device) -> None:
     parallelism = config.parallelism
     if parallelism.dry_run_world_size:
-        # A backend that completes everything at once and moves nothing; PyTorch keeps it with its test tools.
+        # A backend that moves nothing and completes at once. PyTorch keeps it with its test tools.
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group(
@@ -182,7 +211,7 @@ def _init_group(config: Config, device: torch.device) -> None:
         return
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if device.type == "cuda":
-        # gloo besides NCCL: what is agreed on outside training (checkpoints) needs no GPU
+        # gloo besides NCCL: what ranks agree on outside training (checkpoints) needs no GPU
         backend, device_id = "cpu:gloo,cuda:nccl", device
     else:
         backend, device_id = "gloo", None
@@ -202,14 +231,15 @@ def _init_group(config: Config, device: torch.device) -> None:
 def build_mesh(
     parallelism: ParallelismConfig, world_size: int, device_type: str, timeout: timedelta
 ) -> DeviceMesh:
-    """The mesh with axes dp_replicate and dp_shard, both always there; shards are neighbouring ranks.
+    """The mesh with axes dp_replicate and dp_shard, also where an axis has size 1.
 
-    `timeout` is for the groups that it makes; an axis of all ranks uses the world's.
+    The ranks of a shard group are neighbours. `timeout` is for the groups made here. An axis of all
+    ranks uses the world's group.
     """
     shape = mesh_shape(parallelism, world_size)
     ranks = torch.arange(world_size, device="cpu").view(shape)
     replica, shard = divmod(dist.get_rank(), shape.shards)
-    # not init_device_mesh, whose groups have PyTorch's default timeout: half an hour on gloo
+    # init_device_mesh would give its groups PyTorch's default timeout: half an hour on gloo
     groups = [
         _axis_group(members.tolist(), world_size, timeout)
         for members in (ranks[:, shard], ranks[replica])
@@ -220,7 +250,7 @@ def build_mesh(
 
 
 def _axis_group(ranks: list[int], world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group along an axis; all ranks make theirs at once, so that each needs to make one only."""
+    """This rank's group along an axis. All ranks call this together, each with its own `ranks`."""
     if len(ranks) == world_size:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -230,12 +260,14 @@ def _axis_group(ranks: list[int], world_size: int, timeout: timedelta) -> dist.P
 
 
 def _set_cuda_environment(comm: CommConfig) -> None:
-    """Defaults that a user's own environment overrides, under an older name too. Must precede the first CUDA
-    allocation."""
+    """Defaults that a user's own environment overrides, also under a variable's older name.
+
+    Must run before the first CUDA allocation.
+    """
     defaults = {
-        # memory freed by one size serves another: units come and go in every step
+        # units come and go in every step: memory freed by one size then serves another
         ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-        # NCCL's flight recorder: what each rank was waiting for, written when a collective times out
+        # NCCL's flight recorder writes what each rank waited for when a collective times out
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): str(comm.trace_buf_size),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1" if comm.trace_buf_size else "0",
         # a timed-out collective ends the process instead of hanging in clean-up
@@ -247,7 +279,9 @@ def _set_cuda_environment(comm: CommConfig) -> None:
 
 
 def set_seeds(debug: DebugConfig) -> None:
-    """Seed what draws at random outside weights and data, which have generators of their own; alike on all ranks."""
+    """Seed the global generators, alike on all ranks. Weights and data have generators of their
+    own.
+    """
     random.seed(debug.seed)
     torch.manual_seed(debug.seed)
     if debug.deterministic:

@@ -1,8 +1,8 @@
-"""What a run reports about itself: the log line, the curves in metrics.jsonl and TensorBoard, the progress bar.
+"""What a run reports: the log line, the curves (metrics.jsonl, TensorBoard), the progress bar.
 
-Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step` at the same steps
-(one all-gather of a few numbers, nowhere else); only rank 0 writes. Never decides anything about training. Next file:
-`trainer.py`, which calls it.
+Owns the timing of a step's phases, memory figures, MFU and their names. Every rank calls `log_step`
+at the same steps: its all-gather of a few numbers is the only collective here. Only rank 0 writes.
+Decides nothing about training. Next: `trainer.py`, which calls it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ logger = get_logger()
 
 DEVICE_PHASES = ("forward_backward", "optimizer")
 PHASES = ("data", *DEVICE_PHASES)
-"""The phases of a step that are reported; data waits on the host, the others run on the device."""
+"""The phases of a step that are reported. data is time on the host, the others on the device."""
 
 GIB = 2**30
 
-# Dense bfloat16 peak, FLOP/s, from the vendors' data sheets (sparsity off). The first name found in the device's wins.
+# Dense bfloat16 peak speed in FLOP/s, from the vendors' data sheets (without sparsity). The first
+# entry whose name is in the device's name counts.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB300", 2.5e15),
     ("GB200", 2.5e15),
@@ -65,7 +66,7 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by its name; None for one that the table does not have."""
+    """Dense bfloat16 FLOP/s of a device, by its name; None if the table lacks it."""
     words = f" {device_name.replace('-', ' ')} "
     for name, flops in PEAK_FLOPS:
         if f" {name} " in words:
@@ -76,8 +77,8 @@ def peak_flops(device_name: str) -> float | None:
 class PhaseTimer:
     """Adds up the time of named phases until `take`.
 
-    DEVICE_PHASES are timed on the device where it is CUDA: a pair of events around the phase's kernels, read only at
-    `take`, so that no step waits for the device.
+    On CUDA, DEVICE_PHASES are timed on the device, by a pair of events around the phase's kernels.
+    The events are read at `take` only, so that no step waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +102,7 @@ class PhaseTimer:
             )
 
     def take(self) -> dict[str, float]:
-        """Milliseconds per phase since the last call. On CUDA waits for the last phase's kernels."""
+        """Milliseconds of each phase since the last call. On CUDA waits for the last kernels."""
         total = {name: 1000 * seconds for name, seconds in self._host_seconds.items()}
         if self._events:
             self._events[-1][2].synchronize()
@@ -113,7 +114,7 @@ class PhaseTimer:
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
-    """Peaks since the last call (CUDA) or since the process began (CPU), by TensorBoard name."""
+    """Memory peaks by TensorBoard name: since the last call (CUDA), or since the start (CPU)."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {"memory/max_rss_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}
@@ -128,7 +129,7 @@ def memory_figures(device: torch.device) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class OverRanks:
-    """One figure over all ranks."""
+    """One figure of all ranks."""
 
     mean: float
     max: float
@@ -142,7 +143,10 @@ class OverRanks:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Everything reported about one logged step; times are milliseconds per step over the steps since the last log."""
+    """What is reported about one logged step.
+
+    Times are milliseconds per step, averaged over the steps since the last log line.
+    """
 
     step: int
     loss: float
@@ -155,7 +159,7 @@ class StepReport:
     skipped_steps: int = 0
 
     def scalars(self) -> dict[str, float]:
-        """The curves' new points under their fixed names."""
+        """The new points of the curves, under their fixed names."""
         curves = {
             "loss/train": self.loss,
             "grad_norm": self.grad_norm,
@@ -205,9 +209,10 @@ def memory_text(memory: Mapping[str, float]) -> str:
 class Metrics:
     """Times the phases and writes the reports.
 
-    `flops_per_token` are those of forward and backward. `total_steps` is for display. `start_step` is the number of
-    steps already done: a resumed run appends to metrics.jsonl and the TensorBoard folder, and what an earlier run wrote
-    beyond that step is void. metrics.jsonl is always written, TensorBoard's events if the config says so.
+    `flops_per_token` counts forward and backward. `total_steps` is for display. `start_step` is the
+    number of steps already done. A resumed run appends to metrics.jsonl and to the TensorBoard
+    folder, and what an earlier run wrote beyond that step is void. metrics.jsonl is always written,
+    and TensorBoard's files if the config says so.
     """
 
     def __init__(
@@ -247,7 +252,7 @@ class Metrics:
         self._window_start = time.perf_counter()
 
     def begin(self) -> None:
-        """Start the clock: just before the first step, so that building the model does not count."""
+        """Start the clock, just before the first step: building the model does not count."""
         self._window_start = time.perf_counter()
 
     def progress(self, step: int) -> None:
@@ -266,7 +271,10 @@ class Metrics:
         tokens_per_step: int,
         skipped_steps: int = 0,
     ) -> StepReport:
-        """Collective. `local_loss` is this rank's share of the loss (the shares add up); the rest is global already."""
+        """Collective: report a step. `local_loss` is this rank's part of the loss.
+
+        The ranks' parts add up to the loss. All other arguments are the same on all ranks.
+        """
         times = self.timer.take()
         steps = step - self._logged_step
         paused = (times.get("validation", 0.0) + times.get("checkpoint", 0.0)) / 1000
@@ -311,15 +319,14 @@ class Metrics:
         )
 
     def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Further curves, for example the pause of a save."""
+        """Write further curves, such as the pause of a save."""
         self._write(step, scalars)
 
     def log_text(self, tag: str, text: str) -> None:
-        """A text shown as it is in TensorBoard, such as the config."""
+        """Show a text in TensorBoard as it is: the config, the plan."""
         if self._writer:
-            indented = "\n".join(
-                f"    {line}" for line in text.splitlines()
-            )  # four spaces: a Markdown code block
+            # four spaces make a Markdown code block
+            indented = "\n".join(f"    {line}" for line in text.splitlines())
             self._writer.add_text(tag, indented)
             self._writer.flush()
 
@@ -344,7 +351,7 @@ class Metrics:
             self._writer.close()
 
     def _gather_columns(self, mine: Sequence[float]) -> list[list[float]]:
-        """Every rank's figures: result[figure][rank]."""
+        """Collective: every rank's figures, as table[figure][rank]."""
         row = torch.tensor(mine, dtype=torch.float64, device=self._device)
         rows = [row.clone() for _ in range(self._world_size)]
         dist.all_gather(rows, row)
@@ -352,7 +359,7 @@ class Metrics:
         return table
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:
-        # both flush, so that a killed run loses no logged step
+        # both are flushed, so that a killed run loses no logged step
         if self._curves:
             self._curves.write(step, scalars)
         if self._writer:

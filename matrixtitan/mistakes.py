@@ -1,9 +1,9 @@
-"""Telling what a user did wrong: one message for all ranks of a machine, without a traceback.
+"""Tells a user's mistake: one message for all ranks of a machine, without a traceback.
 
-By the project's convention a ValueError that our own code raises is about what a user gave; one out
-of a library is a bug. The ranks of a machine meet in the folder that torchrun gives them for their
-error files: whoever makes the mark there first tells, and `tools/launch.py` looks there for what to
-keep quiet about. Imports nothing of the package.
+A ValueError that our own code raises is by convention about what a user gave. A ValueError from a
+library is a bug. The ranks of a machine share the folder that torchrun gives them for their error
+files. The first rank that makes a mark there prints its message, and `tools/launch.py` looks for
+marks to know which of torchrun's reports to hide. Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = "told"
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether a `raise` of our own made this ValueError, and not, say, an `int(text)` that we call."""
+    """Whether a `raise` of our own raised this ValueError, and not a call such as `int(text)`."""
     trace = error.__traceback__
     if not isinstance(error, ValueError) or trace is None:
         return False
@@ -33,9 +33,9 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def tell(message: str, final: bool) -> None:
-    """Print `message`, unless another rank of this machine told one in this try.
+    """Print `message`, unless another rank of this machine printed one in this attempt.
 
-    After a `final` one the other tries (MAX_RESTARTS) of the run end at once.
+    After a `final` message, the further attempts of the run (MAX_RESTARTS) end at once.
     """
     attempt = _attempt_folder()
     if attempt is not None:
@@ -47,9 +47,9 @@ def tell(message: str, final: bool) -> None:
 
 
 def told_by_another(wait: float = 0.0) -> bool:
-    """Whether a rank of this machine told a mistake in this try, or a final one in an earlier try.
+    """Whether a rank of this machine told a mistake in this attempt, or a final one before.
 
-    Waits up to `wait` seconds for it.
+    Waits up to `wait` seconds for the mark.
     """
     attempt = _attempt_folder()
     deadline = time.monotonic() + wait
@@ -63,9 +63,10 @@ def told_by_another(wait: float = 0.0) -> bool:
 
 
 def exit_code(log_folder: Path) -> int | None:
-    """Of a run with torchrun's `--log-dir`: 2 if a final mistake ended it, 1 if another one did.
+    """The exit status of a run with torchrun's `--log-dir`: 2 after a final mistake, 1 after
+    another.
 
-    None if the last try ended otherwise, or has not ended.
+    None if the last attempt ended without a mistake, or has not ended.
     """
     for run in log_folder.iterdir():
         if (run / MARK).exists():
@@ -77,6 +78,6 @@ def exit_code(log_folder: Path) -> int | None:
 
 
 def _attempt_folder() -> Path | None:
-    """<log dir>/<run>/attempt_<number>, for all ranks of a machine in one try; None without torchrun."""
+    """<log dir>/<run>/attempt_<number>, shared by the ranks of a machine; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
     return None if error_file == os.devnull else Path(error_file).parents[1]

@@ -1,7 +1,7 @@
-"""Tables of options: documented keys with a range, and tables that can say what is wrong with them.
+"""Tables of options: documented keys with a range, and the checks of their values.
 
 A config section and an optimizer's rule are both such tables. A key's default, meaning, range and
-the setting that it depends on stand once, where the key is declared; `--help`, the docs and every
+the setting that it depends on stand once, where the key is declared. `--help`, the docs and every
 check read them from there. Imports nothing of the project and no torch. Next: `rules/`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Range(NamedTuple):
-    """The finite numbers that a key takes; None is no bound. `below` is an upper bound left out."""
+    """The finite numbers that a key takes. None is no bound; `below` itself is not taken."""
 
     low: float | None = None
     high: float | None = None
@@ -32,9 +32,11 @@ class Range(NamedTuple):
             and (self.below is None or value < self.below)
         )
 
+    def wanted(self, value: float) -> str:
+        """What `value`, which is outside, must be instead."""
+        return str(self) if math.isfinite(value) else f"finite and {self}"
+
     def __str__(self) -> str:
-        if self == (0, None, None):
-            return "finite and not negative"
         if self.low is not None and self.high is not None:
             return f"from {self.low} to {self.high}"
         bounds = [] if self.low is None else [f"at least {self.low}"]
@@ -44,7 +46,7 @@ class Range(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """A key acts only where another key of its table, or a `section.key`, has one of `values`."""
+    """A key acts only where `key`, of its own table or a `section.key`, has one of `values`."""
 
     key: str
     values: tuple[Any, ...]
@@ -62,7 +64,7 @@ def key(
     below: float | None = None,
     needs: Needs | None = None,
 ) -> Any:
-    """A key of a table: its default, its meaning, its range, and what must be set for it to act."""
+    """A key of a table: its default, meaning and range, and what must be set for it to act."""
     bounds = Range(low, high, below)
     metadata = {"doc": doc, "range": bounds if any(b is not None for b in bounds) else None}
     return field(default=default, metadata={**metadata, "needs": needs})
@@ -73,16 +75,16 @@ class Options:
     """A table of keys made by `key`."""
 
     def problems(self) -> Iterator[str]:
-        """A sentence for each value that cannot be; each begins with its key."""
+        """A sentence for each value that is not allowed; each begins with its key."""
         for name, hint in hints_of(type(self)).items():
             yield from _type_problems(name, hint, getattr(self, name))
         for option in dataclasses.fields(self):
             yield from _range_problems(option, getattr(self, option.name))
 
     def without_effect(self, value_of: Mapping[str, Any]) -> Iterator[str]:
-        """A sentence for each key that was changed from its default and does nothing.
+        """A sentence for each key that was changed from its default and has no effect.
 
-        `value_of` has the values of other sections' keys, by "section.key".
+        `value_of` has the value of every key of the config, by "section.key".
         """
         for option in dataclasses.fields(self):
             needs: Needs | None = option.metadata.get("needs")
@@ -109,20 +111,20 @@ def hints_of(cls: Any) -> dict[str, Any]:
 
 
 def not_one_of(name: str, value: Any, choices: Iterable[str]) -> str:
-    """What is wrong where `value` is none of `choices`."""
+    """The sentence for a `value` that is none of `choices`."""
     known = list(choices)
     listed = ", ".join(map(repr, known))
     return f"{name} is {value!r}; choose {listed}{did_you_mean(value, known)}"
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """The end of a message: which of `choices` looks like `value`, if one does."""
+    """The end of a message: the choice that looks like `value`, or "" if none does."""
     near = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _type_problems(name: str, hint: Any, value: Any) -> Iterator[str]:
-    """Types that a config's loader has checked before, and that other callers may get wrong."""
+    """Wrong types. A config's loader has checked them before; other callers have not."""
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal and value not in choices:
         yield not_one_of(name, value, choices)
@@ -137,9 +139,9 @@ def _range_problems(option: dataclasses.Field[Any], value: Any) -> Iterator[str]
     if isinstance(value, tuple):
         for item in value:
             if not bounds.holds(item):
-                yield f"{option.name} holds {item}; each must be {bounds}"
+                yield f"{option.name} holds {item}; each must be {bounds.wanted(item)}"
     elif not bounds.holds(value):
-        yield f"{option.name} is {value}; it must be {bounds}"
+        yield f"{option.name} is {value}; it must be {bounds.wanted(value)}"
 
 
 def _word(value: Any) -> str:

@@ -1,8 +1,9 @@
-"""Traces and memory snapshots of a training run, both at a fixed frequency and off by default.
+"""Traces and memory snapshots of a training run, every profile_freq steps; off by default.
 
-Owns `torch.profiler`'s schedule and the CUDA allocator's history; knows nothing of models or strategies. Files:
-DUMP_FOLDER/TRACES/step_N/rank_R.json (open in https://ui.perfetto.dev) and DUMP_FOLDER/SNAPSHOTS/step_N/rank_R.pickle
-(open in https://pytorch.org/memory_viz). Next file: `trainer.py`, which calls `step()` once a step.
+Owns `torch.profiler`'s schedule and the history of the CUDA allocator. In job.dump_folder it writes
+profile_traces/step_N/rank_R.json (open it in https://ui.perfetto.dev) and
+memory_snapshot/step_N/rank_R.pickle (open it in https://pytorch.org/memory_viz). Next:
+`trainer.py`, which calls `step()` once per step.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from matrixtitan.log import get_logger
 
 logger = get_logger()
 
-WARMUP_STEPS = 3  # the profiler's own start-up cost falls into these and is dropped
+# the profiler's start-up cost falls into these steps, which are dropped
+WARMUP_STEPS = 3
 ACTIVE_STEPS = 1
-MAX_SNAPSHOT_EVENTS = (
-    100_000  # allocator events kept; a step of a large model makes some ten thousand
-)
+# allocator events that are kept; a step of a large model makes some ten thousand
+MAX_SNAPSHOT_EVENTS = 100_000
 
 
 class Profiler:
-    """A context manager around the training loop; every method does nothing where the config is off.
+    """A context manager around the training loop. Does nothing unless the config turns it on.
 
-    `start_step` is the number of steps done before this run, so that a resumed run names its files by the true step.
+    `start_step` is the number of steps done before this run: files are named by the true step.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Profiler:
         if config.enable_memory_snapshot:
             if not torch.cuda.is_available():
                 raise ValueError(
-                    "profiling.enable_memory_snapshot records the CUDA allocator and this machine has no CUDA device: "
-                    "set it to false, or use profiling.enable_profiling"
+                    "profiling.enable_memory_snapshot records the CUDA allocator and this machine "
+                    "has no CUDA device: set it to false, or use profiling.enable_profiling"
                 )
             self._snapshots = dump_folder / config.save_memory_snapshot_folder
         self._freq = config.profile_freq

@@ -1,4 +1,4 @@
-"""Progress of long work, for whoever waits in front of it. Imports nothing of the package."""
+"""Shows the progress of long work. Imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIDTH = 28
 
 
 class ProgressBar:
-    """One line redrawn in place on a terminal; elsewhere a line every `line_seconds`, or none at all."""
+    """On a terminal one line, redrawn in place; elsewhere a line every `line_seconds`, if given."""
 
     def __init__(self, line_seconds: float | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -20,12 +20,13 @@ class ProgressBar:
         self._drawn = False
 
     def update(self, text: str, share: float | None = None) -> None:
-        """`share` is what is done, from 0 to 1; None where that is not known: no bar, the text alone."""
+        """Show `text`, and a bar if `share`, the part that is done (0 to 1), is known."""
         if share is not None:
             filled = round(_WIDTH * min(share, 1.0))
             text = f"[{'#' * filled}{'-' * (_WIDTH - filled)}] {text}"
         if self._terminal:
-            self._write(f"\r\x1b[K{text}")  # \x1b[K: erase what was longer
+            # \x1b[K erases the rest of a longer line
+            self._write(f"\r\x1b[K{text}")
             self._drawn = True
         elif self._line_seconds and time.monotonic() - self._shown >= self._line_seconds:
             self._write(f"{text}\n")

@@ -1,7 +1,7 @@
-"""What a number of ranks makes of a config: the mesh's shape, and each rank's part of a global batch.
+"""What a number of ranks means for a config: the mesh's shape, each rank's part of a batch.
 
-Pure arithmetic without torch, so that the launcher can check it before it starts any process. Read
-next: `mesh.py`.
+Pure arithmetic without torch, so that the launcher can check it before it starts any process. Next:
+`mesh.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import NamedTuple
 from matrixtitan.config import Config, ParallelismConfig, TrainingConfig
 
 AUTOMATIC_TOKENS = 8192
-"""The most tokens in a microbatch of automatic size, unless one sequence is longer. A cautious choice
-for memory, not a measured optimum."""
+"""The most tokens in a microbatch of automatic size, unless one sequence is longer. A cautious
+choice for memory, not a measured optimum.
+"""
 
 
 class MeshShape(NamedTuple):
@@ -21,9 +22,9 @@ class MeshShape(NamedTuple):
 
 
 class BatchSplit(NamedTuple):
-    """Each rank makes `microbatches` forward passes of `local_batch_size` rows in a step.
+    """Each rank runs `microbatches` forward passes of `local_batch_size` rows in a step.
 
-    `padding_rows` of the rows of all ranks hold no sequence.
+    Over all ranks, `padding_rows` of these rows hold no sequence.
     """
 
     local_batch_size: int
@@ -32,37 +33,41 @@ class BatchSplit(NamedTuple):
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """ValueError if `world_size` ranks cannot run `config`. In a dry run the imagined ranks count."""
+    """ValueError if `world_size` ranks cannot run `config`. A dry run counts its imagined ranks."""
     world_size = config.parallelism.dry_run_world_size or world_size
     mesh_shape(config.parallelism, world_size)
     split_batch(config.training, world_size)
 
 
 def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:
-    """The two degrees with -1 resolved; ValueError where they do not make up `world_size` ranks."""
+    """The two degrees, -1 resolved. ValueError if they do not make up `world_size` ranks."""
+    parallelism.require("parallelism.")
     replicas = parallelism.data_parallel_replicate_degree
     shards = parallelism.data_parallel_shard_degree
     if shards == -1:
         shards, rest = divmod(world_size, replicas)
         if rest:
             raise ValueError(
-                f"parallelism.data_parallel_replicate_degree {replicas} does not divide the {world_size} ranks of "
-                "this run, which each copy of the weights takes an equal part of; change one of them"
+                f"parallelism.data_parallel_replicate_degree {replicas} does not divide the "
+                f"{world_size} ranks of this run, which each copy of the weights takes an equal "
+                "part of; change one of them"
             )
     if replicas * shards != world_size:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree {shards} is not the "
-            f"{world_size} ranks of this run; change one of them (a shard degree of -1 takes what the replicas leave)"
+            f"parallelism.data_parallel_replicate_degree {replicas} x data_parallel_shard_degree "
+            f"{shards} is not the {world_size} ranks of this run; change one of them (a shard "
+            "degree of -1 takes what the replicas leave)"
         )
     return MeshShape(replicas, shards)
 
 
 def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
-    """How `world_size` ranks share a step.
+    """How `world_size` ranks share the global batch of a step.
 
     With training.local_batch_size 0 any number of ranks can, by padding. ValueError, naming the
     nearest sizes that fit, if a local batch size is given and does not divide evenly.
     """
+    training.require("training.")
     total, size = training.global_batch_size, training.local_batch_size
     if size == 0:
         limit = max(1, AUTOMATIC_TOKENS // training.seq_len)
@@ -70,13 +75,14 @@ def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
         size = _ceil_div(total, world_size * microbatches)
         return BatchSplit(size, microbatches, world_size * microbatches * size - total)
     together = size * world_size
-    if total % together or total < 1:
+    if total % together:
         lower = total // together * together
         nearest = " or ".join(str(n) for n in (lower, lower + together) if n > 0)
         raise ValueError(
             f"training.global_batch_size {total} cannot be shared evenly: {world_size} ranks of "
             f"training.local_batch_size {size} take {together} sequences at a time. Set "
-            f"training.local_batch_size to 0, which fits any number of ranks, or the global batch to {nearest}"
+            "training.local_batch_size to 0, which fits any number of ranks, or the global batch "
+            f"to {nearest}"
         )
     return BatchSplit(size, total // together, 0)
 

@@ -1,10 +1,11 @@
 """A warning for weights that an update does not move, because their dtype rounds it away.
 
-A bfloat16 weight has 8 bits of precision: an update below 1/512 of the weight is rounded away. So at
-small learning rates most of an update can vanish without a trace in the loss curve's first steps.
-Stochastic rounding would keep the update's mean. It is not done: its random bits would have to be a
-function of parameter, step and row, or a resume on another number of ranks would not go on as
-before, and torch's AdamW rounds inside its own kernel. Next: `trainer.py`, which calls this.
+A bfloat16 weight has 8 bits of precision, so an update below 1/512 of the weight is rounded away.
+At small learning rates most of an update can vanish, and the loss curve's first steps do not show
+it. Stochastic rounding would keep the mean of the update, and is not done for two reasons. Its
+random bits would have to be a function of parameter, step and row, or a resume on another number of
+ranks would differ. And torch's AdamW rounds inside its own kernel. Next: `trainer.py`, which calls
+this.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from matrixtitan.strategies.base import DataParallel
 logger = get_logger()
 
 EVERY = 1000
-"""Steps between two looks: each copies this rank's weights for the time of one update."""
+"""Steps between two looks. A look needs a copy of this rank's weights during one update."""
 LIMIT = 0.5
-"""Share of stuck weights above which a run is warned."""
+"""Share of weights that did not move, of those with a gradient, above which a run is warned."""
 
 
 class StuckWeights:
-    """Looks at the first step at the peak learning rate, and then now and then; never in float32."""
+    """Looks at the first step at the peak learning rate, and every EVERY steps after it.
+
+    Never looks in float32.
+    """
 
     def __init__(self, config: Config, strategy: DataParallel, first_step: int) -> None:
         self._dtype = config.training.dtype
@@ -39,7 +43,7 @@ class StuckWeights:
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Around the optimizers' step, gradients still there after it. All ranks together."""
+        """Collective: wrap the optimizers' step in it. Gradients must still be there afterwards."""
         late = step - self._first
         if self._dtype == "float32" or late < 0 or late % EVERY:
             yield
@@ -67,7 +71,7 @@ class StuckWeights:
             )
 
     def _device(self, params: list[Tensor]) -> torch.device:
-        """The collective's, also where this rank steps nothing."""
+        """The device of the collective, also on a rank that steps no parameter."""
         if params:
             return params[0].device
         cuda = "nccl" in dist.get_backend_config()

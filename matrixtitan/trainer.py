@@ -1,8 +1,10 @@
-"""One training run: build everything in order, then the loop.
+"""One training run: build every part in order, then the loop.
 
-`Trainer.__init__` reads as the list of parts and `Trainer.train` as the phases of a step: data, forward and backward,
-optimizer, log, validate, save. Owns the order of things and the train state (step, window, tokens); every part's own
-logic is in its own file. Next file: `assemble.py`.
+`Trainer._build` is the list of parts. `Trainer.train` is the loop, with one line for each phase of
+a step: learning rate (`optim/lr_schedule.py`), forward and backward, update, log, validation, save.
+A run that SIGTERM tells to end leaves the loop after `_save`. Owns the order of things and the
+train state (step, window, tokens seen). Every part's own logic is in its own file. Next:
+`assemble.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ import gc
 import json
 import math
 import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,25 +39,25 @@ from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.mesh import init_world, set_seeds
 from matrixtitan.metrics import Metrics, memory_figures, memory_text
-from matrixtitan.mistakes import is_mistake
 from matrixtitan.optim.lr_schedule import LRSchedule
 from matrixtitan.parallelize import plan_settings
 from matrixtitan.profiler import Profiler
 from matrixtitan.ranks import split_batch
+from matrixtitan.run_folder import make_run_folder
 from matrixtitan.stuck_weights import StuckWeights
 
 logger = get_logger()
-T = TypeVar("T")
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not a number; raised on all ranks, before the update."""
+    """The loss or the gradient norm is inf or nan. Raised on all ranks, before the update."""
 
 
 class Trainer:
-    """A whole run; use it as a context manager, so that loaders, writers and the process group end with it.
+    """A whole run. Use it as a context manager, which ends loaders, writers and the process group.
 
-    ValueError for a config that cannot work here, RuntimeError when training cannot go on.
+    Raises ValueError for a config that cannot work here, and RuntimeError when training cannot
+    go on.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,15 +83,17 @@ class Trainer:
     def _build(self) -> None:
         config, training = self.config, self.config.training
 
-        # Processes: a group over all ranks and its (replicate, shard) mesh
+        # Processes: a group over all ranks and its (dp_replicate, dp_shard) mesh
         self.world = self._closing.enter_context(init_world(config))
         self.device = self.world.device
         set_seeds(config.debug)
-        self.dump_folder = Path(config.job.dump_folder)
         self.batch_split = split_batch(training, self.world.size)
-        self._everywhere(self._make_dump_folder)
         self.tokens_per_step = training.global_batch_size * training.seq_len
-        self.tokenizer = self._everywhere(
+
+        # What can be wrong with the config and takes no time to find
+        self.dump_folder = Path(config.job.dump_folder)
+        self.world.on_all_ranks(lambda: make_run_folder(config) if self.world.rank == 0 else None)
+        self.tokenizer = self.world.on_all_ranks(
             lambda: load_tokenizer(config.model.tokenizer_path, config.model.tokenizer_pattern)
         )
 
@@ -101,23 +104,16 @@ class Trainer:
         self._closing.callback(self.strategy.close)
         self.schedule = LRSchedule(config.lr_scheduler, self.optimizers, training.steps)
 
-        # Data: tokenised here unless it was before, and only now that the model is known to work
-        sources = self._everywhere(
+        # Data: tokenised here unless a cache has it, and only now that the model is known to work
+        sources = self.world.on_all_ranks(
             lambda: open_sources(config.data, self.tokenizer), "tokenise data.sources"
         )
         data_stream = stream_fingerprint(config, self.tokenizer, sources)
-        self._agree_on(data_stream)
+        self._require_same_data(data_stream)
 
         # Where to start from, and the data from there on
         self.checkpointer = self._closing.enter_context(
-            Checkpointer(
-                config.checkpoint,
-                config,
-                self.strategy,
-                self.optimizers,
-                self.strategy.plan,
-                data_stream,
-            )
+            Checkpointer(config, self.strategy, self.optimizers, data_stream)
         )
         self.state = self.checkpointer.load() or TrainState()
         self._consecutive_skips = 0
@@ -141,60 +137,26 @@ class Trainer:
             start_step=self.state.step,
         )
         self._closing.callback(self.metrics.close)
-        self._describe_run()
-
-    def _make_dump_folder(self) -> None:
         if self.world.rank == 0:
-            try:
-                self.dump_folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.dump_folder):
-                    pass
-            except OSError as error:
-                raise ValueError(
-                    f"job.dump_folder cannot be made or written: {error}; set it to a folder that can be"
-                ) from error
+            self._describe_run()
 
-    def _everywhere(self, act: Callable[[], T], long_work: str = "") -> T:
-        """Collective: what `act` returns here. A mistake that any rank finds in it is raised on all.
-
-        Otherwise the ranks that find none would wait for those that left, and fail in a collective in
-        turn. `long_work`: what `act` does, if that may take one rank longer than a collective may take.
-        """
-        mistake: Exception | None = None
-        try:
-            result = act()
-        except Exception as error:
-            if not is_mistake(error):
-                raise
-            mistake = error
-        if long_work:
-            self.world.wait_for_all(long_work)
-        found = self.world.gather_objects(None if mistake is None else str(mistake))
-        if mistake is not None:
-            raise mistake
-        others = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
-        if others:
-            raise ValueError(others[0])
-        return result
-
-    def _agree_on(self, data_stream: dict[str, Any]) -> None:
-        """ValueError if ranks read other text: a stale copy on one machine would train without a word."""
+    def _require_same_data(self, data_stream: dict[str, Any]) -> None:
+        """ValueError if ranks read different text, such as from a stale copy on one machine."""
         everyone = self.world.gather_objects(data_stream)
         others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if others:
             changes = "; ".join(changed_keys(everyone[0], everyone[others[0]]))
             raise ValueError(
-                f"ranks {others} read other text than rank 0 ({changes}): give every machine the same files in "
-                "data.sources, and with python_stdlib the same Python"
+                f"ranks {others} read other text than rank 0 ({changes}): give every machine the "
+                "same files in data.sources, and with python_stdlib the same Python"
             )
 
     def _stop_reading(self) -> None:
-        self.batches = iter(())  # the last reference to the loader's worker processes
+        """Drop the last reference to the loader, which ends its worker processes."""
+        self.batches = iter(())
 
     def _describe_run(self) -> None:
-        """The resolved config and the plan, beside the run's outputs and in TensorBoard."""
-        if self.world.rank != 0:
-            return
+        """Write the resolved config and the plan into the run's folder and to TensorBoard."""
         config = to_toml(self.config)
         (self.dump_folder / "config.toml").write_text(config)
         self.metrics.log_text("config", config)
@@ -203,8 +165,8 @@ class Trainer:
             (self.dump_folder / "plan.json").write_text(plan)
             self.metrics.log_plan(self.strategy.plan, plan_settings(self.config))
         logger.info(
-            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens and %d rows of "
-            "padding; microbatches a rank: %d of %d",
+            "%s %s: %s parameters, %d ranks, strategy %s; a step is %d sequences of %d tokens and "
+            "%d rows of padding; each rank runs %d microbatches of %d sequences",
             self.config.model.name,
             self.config.model.flavor,
             f"{self.model.num_parameters:,}",
@@ -217,25 +179,24 @@ class Trainer:
             self.batch_split.local_batch_size,
         )
 
-    # --- the loop ----------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Run to `training.steps`. Every rank calls the same collectives in the same order."""
-        training = self.config.training
-        first_step = self.state.step + 1
-        if first_step > training.steps and self.world.rank == 0:
+        first_step, last_step = self.state.step + 1, self.config.training.steps
+        if first_step > last_step and self.world.rank == 0:
             logger.warning(
                 "nothing to do: step %d of %d is done; raise training.steps to go on",
                 self.state.step,
-                training.steps,
+                last_step,
             )
-        self._closing.callback(_control_garbage_collection())
-        self.metrics.begin()
-        with Profiler(
+        profiler = Profiler(
             self.config.profiling, self.dump_folder, self.world.rank, self.state.step
-        ) as profiler:
-            for step in range(first_step, training.steps + 1):
-                last = step == training.steps
+        )
+        self.metrics.begin()
+        with _garbage_collection_when_told(), profiler:
+            for step in range(first_step, last_step + 1):
+                last = step == last_step
                 self.schedule.set_step(step)
 
                 loss = self._forward_backward()
@@ -246,24 +207,21 @@ class Trainer:
                     self._log(step, loss, grad_norm)
                 if self._is_validation_step(step, last):
                     self.validate(step)
-                ending = self._save(step, last)
+                told_to_end = self._save(step, last)
 
                 profiler.step()
                 self.metrics.progress(step)
-                if ending:
+                if told_to_end:
                     break
-                if step == first_step:
-                    self.world.set_timeout(
-                        self.config.comm.train_timeout_seconds,
-                        except_for=self.checkpointer.patient_groups,
-                    )
-                if training.gc_freq and step % training.gc_freq == 0:
-                    gc.collect()
+                self._tend_processes(step, first_step)
         if report := self.strategy.report(self.optimizers):
             logger.info("%s; %s", report, memory_text(memory_figures(self.device)))
 
     def _forward_backward(self) -> Tensor:
-        """Add up the gradients of this rank's part of the global batch; return its part of the loss, on the device."""
+        """Add up the gradients of this rank's part of the global batch, microbatch by microbatch.
+
+        Returns this rank's part of the loss, on the device. The ranks' parts add up to the mean.
+        """
         loss_sum = torch.zeros((), device=self.device)
         for microbatch in range(self.batch_split.microbatches):
             with self.metrics.timer.phase("data"):
@@ -273,37 +231,47 @@ class Trainer:
             with self.metrics.timer.phase("forward_backward"):
                 self.strategy.set_reduce_gradients(microbatch == self.batch_split.microbatches - 1)
                 loss = self.strategy.model(tokens, labels) / self.tokens_per_step
-                # 1, or nan where the loss is no number: so one rank's bad loss is in every rank's gradient norm
+                # The gradient is 1, or nan where the loss is not finite. So one rank's bad loss
+                # makes the gradient norm of every rank nan, and all ranks skip or stop together.
                 loss.backward(gradient=loss.detach() * 0 + 1)
                 loss_sum += loss.detach()
         return loss_sum
 
     def _update(self, step: int, loss: Tensor) -> float:
-        """Clip and step the optimizers; return the gradient norm. A norm that is not finite changes no weight."""
+        """Clip the gradients and step the optimizers. Returns the gradient norm before clipping.
+
+        A norm that is not finite changes no weight.
+        """
         with self.metrics.timer.phase("optimizer"):
             grad_norm = self.strategy.clip_grad_norm_(self.config.training.max_norm).item()
             self.checkpointer.before_update()
-            if math.isfinite(grad_norm):  # the norm is the same on all ranks, so they decide alike
+            # the norm is the same on all ranks, so they decide alike
+            if math.isfinite(grad_norm):
                 with record_function("optimizer::step"), self.stuck_weights.watch(step):
                     self.strategy.step(self.optimizers)
                 self._consecutive_skips = 0
             else:
-                self._on_nonfinite(step, loss, grad_norm)
+                self._skip_or_stop(step, loss, grad_norm)
             self.strategy.model.zero_grad(set_to_none=True)
         return grad_norm
 
-    def _on_nonfinite(self, step: int, loss: Tensor, grad_norm: float) -> None:
-        """All ranks are here together: find out where it began, then stop or skip."""
+    def _skip_or_stop(self, step: int, loss: Tensor, grad_norm: float) -> None:
+        """Collective: find the ranks whose loss is not finite, then do as training.on_nonfinite
+        says.
+        """
         losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
         where = (
             f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
         )
-        message = f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before this step"
+        message = (
+            f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before "
+            "this step"
+        )
         advice = (
-            "Lower the learning rate, look at the data of this step, or go back to an older checkpoint "
-            "(checkpoint.load_step)"
+            "Lower the learning rate, look at the data of this step, or go back to an older "
+            "checkpoint (checkpoint.load_step)"
         )
         training = self.config.training
         if training.on_nonfinite == "stop":
@@ -314,8 +282,8 @@ class Trainer:
         self._consecutive_skips += 1
         if self._consecutive_skips >= training.max_consecutive_skips:
             raise NonFiniteError(
-                f"{message}. {self._consecutive_skips} steps in a row were skipped (training.max_consecutive_skips). "
-                f"{advice}"
+                f"{message}. {self._consecutive_skips} steps in a row were skipped "
+                f"(training.max_consecutive_skips). {advice}"
             )
         if self.world.rank == 0:
             logger.warning("%s; skipped (%d so far)", message, self.state.skipped_steps)
@@ -338,24 +306,40 @@ class Trainer:
         )
 
     def _save(self, step: int, last: bool) -> bool:
-        """Save if it is time to; True if the run was told to end (pre-emption), after a save."""
+        """Save if it is time to, or if any rank was told to end (SIGTERM or SIGUSR1).
+
+        Returns whether the run was told to end. Without checkpoint.enable the signals end the
+        process at once. See `checkpoint/preemption.py`.
+        """
         with self.metrics.timer.phase("checkpoint"):
             self.checkpointer.check_failure()
-            ending = self.checkpointer.preempted()
-            pause = self.checkpointer.maybe_save(step, self.state, last, now=ending)
-            if self.checkpointer.is_saved(step) and not (ending or last):
-                # told during the save: another step and another save may take longer than the launcher waits
-                ending = self.checkpointer.preempted()
+            told_to_end = self.checkpointer.preempted()
+            pause = self.checkpointer.maybe_save(step, self.state, last, now=told_to_end)
+            if self.checkpointer.is_saved(step) and not (told_to_end or last):
+                # If a rank was told during the save, the run ends here: another step and another
+                # save may take longer than the launcher waits.
+                told_to_end = self.checkpointer.preempted()
         if pause is not None:
             self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
-        if ending and self.world.rank == 0:
+        if told_to_end and self.world.rank == 0:
             logger.warning(
                 "step %d: told to end by a signal; saved, started again the run resumes from here",
                 step,
             )
-        return ending
+        return told_to_end
 
-    # --- validation --------------------------------------------------------------------------------------------------
+    def _tend_processes(self, step: int, first_step: int) -> None:
+        """Between two steps: the collectives' time limit of training, and garbage collection."""
+        if step == first_step:
+            self.world.set_timeout(
+                self.config.comm.train_timeout_seconds,
+                except_for=self.checkpointer.patient_groups,
+            )
+        gc_freq = self.config.training.gc_freq
+        if gc_freq and step % gc_freq == 0:
+            gc.collect()
+
+    # --- validation -------------------------------------------------------------------------------
 
     def _is_validation_step(self, step: int, last: bool) -> bool:
         return self.validation_batches is not None and (
@@ -364,11 +348,11 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, step: int) -> float | None:
-        """Mean loss over the held-out tokens: the same first windows every time.
+        """Mean loss over the held-out tokens, which are the same at every validation.
 
-        Every rank has equally many batches, and between two of them the ranks agree on whether one
-        was told to end. Then the validation is dropped and None returned: launchers kill a job half
-        a minute after they told it, and a validation may take longer.
+        Returns None if the validation was dropped because a rank was told to end. Launchers kill a
+        job half a minute after they told it, and a validation may take longer. So the ranks, which
+        have equally many batches, ask each other before every batch.
         """
         if self.validation_batches is None:
             raise RuntimeError("validation.enable is false, so no held-out data was opened")
@@ -396,17 +380,18 @@ class Trainer:
         return loss_sum / count
 
 
-def _control_garbage_collection() -> Callable[[], None]:
-    """Collect only when told: a rank that collects at its own time makes all the others wait. Returns the undoing.
+@contextmanager
+def _garbage_collection_when_told() -> Iterator[None]:
+    """Python collects garbage only where `gc.collect` is called, so that all ranks do at one time.
 
-    What exists now is frozen, so that later collections look at the steps' own garbage only.
+    A rank that collects at a time of its own makes all others wait. What exists at the start is
+    frozen, so that collections look at the garbage of the steps alone.
     """
     gc.collect()
     gc.freeze()
     gc.disable()
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         gc.unfreeze()
         gc.enable()
-
-    return restore

@@ -1,4 +1,6 @@
-"""`Checkpointer` saves and loads a run; `StoredCheckpoint` opens one to read, without a process group."""
+"""`Checkpointer` saves and loads a run; `StoredCheckpoint` opens one to read, without a process
+group.
+"""
 
 from matrixtitan.checkpoint.checkpointer import Checkpointer
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError

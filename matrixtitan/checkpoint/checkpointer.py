@@ -1,9 +1,10 @@
 """Checkpointer: saves and loads a run, whole or not at all, at any world size.
 
-Owns the policy: when to save, which checkpoint to load, what to keep, and that all ranks have one outcome. A save runs
-the same code in the foreground and in the background thread; the latter writes host copies, and its collectives have a
-gloo group of their own (on training's group the two orders of collectives would deadlock). Next files: `writing.py`,
-`reading.py`, and `folder.py` for the life of a `step-N` folder.
+Owns the policy: when to save, which checkpoint to load, which to keep, and that all ranks have one
+outcome. A save in the background runs the same code as one in the foreground, in a thread, on
+copies in host memory. Its collectives have a gloo group of their own: on training's group they
+would mix with training's collectives and deadlock. Next: `writing.py`, `reading.py`, and
+`folder.py` for the life of a `step-N` folder.
 """
 
 from __future__ import annotations
@@ -54,17 +55,15 @@ from matrixtitan.checkpoint.state import (
     train_state_tensors,
 )
 from matrixtitan.checkpoint.writing import write_checkpoint
-from matrixtitan.config import CheckpointConfig, Config, tables, upgraded
+from matrixtitan.config import Config, tables, upgraded
 from matrixtitan.log import get_logger
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.plan.shard import Plan
 from matrixtitan.strategies.base import DataParallel
 
 logger = get_logger()
 
-EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for another's slow disk."""
+"""How long a rank waits for another rank's slow disk."""
 PROBE_SECONDS = 10.0
 """A network file system may show a new file to other machines only after some seconds."""
 
@@ -72,55 +71,52 @@ PROBE_SECONDS = 10.0
 class Checkpointer:
     """Use it as a context manager, so that a background save ends before the process group does.
 
-    With `checkpoint.enable` false, and in a dry run, it loads and saves nothing. Making one is collective, as are all
-    methods but `is_save_step`. `run` is the whole configuration, saved beside the tensors and compared on a resume.
-    `data_stream` (JSON values) says which window of the data has which index, without which a window's index means
-    nothing: a resume with another one is refused, unless data.allow_data_change allows it.
+    With `checkpoint.enable` false it loads and saves nothing. Making one is collective, and so are
+    all methods but `is_save_step` and `is_saved`. The whole `config` and the strategy's plan are
+    saved beside the tensors, and a resume logs which keys of the config changed.
 
-    ValueError for a configuration that cannot work, CheckpointError (a RuntimeError) for a load or save that failed,
-    always on all ranks.
+    `data_stream` (JSON values) describes the data and its order, which give a window's index its
+    meaning. A resume with another description is refused, unless data.allow_data_change is true.
+
+    Raises ValueError for a configuration that cannot work, and CheckpointError (a RuntimeError) for
+    a load or a save that failed. Each is raised on all ranks.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
-        run: Config,
+        config: Config,
         strategy: DataParallel,
         optimizers: Optimizers,
-        plan: Plan | None = None,
         data_stream: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = config
-        self.folder = Path(run.job.dump_folder) / config.folder
-        self._run = json.loads(json.dumps(tables(run)))
+        self.config = config.checkpoint
+        self.folder = Path(config.job.dump_folder) / self.config.folder
+        self._run = json.loads(json.dumps(tables(config)))
         self._strategy = strategy
         self._optimizers = optimizers
-        self._plan = plan
         self._data_stream = data_stream
-        self._allow_data_change = run.data.allow_data_change
+        self._allow_data_change = config.data.allow_data_change
         self._saving: Future[Path] | None = None
         self._saving_step: int | None = None
         self._newest_saved: int | None = None
         self._ending = False
-        """The save is the run's last: if it fails, training does not go on."""
-        self._patience = run.comm.init_timeout_seconds
+        """Whether the save under way is the run's last. If that fails, the run fails."""
+        self._patience = config.comm.init_timeout_seconds
         self._preemption: Preemption | None = None
         self._lock: BinaryIO | None = None
-        """Rank 0's: no other run may write to the folder."""
+        """Held by rank 0, so that no other run writes to the folder."""
         self._stager: HostStager | None = None
         self.patient_groups: list[dist.ProcessGroup] = []
-        """Groups that wait for the slowest disk, so that training's timeout is not theirs."""
-        self._enabled = config.enable and not run.parallelism.dry_run_world_size
-        if not self._enabled:
+        """Groups that wait for the slowest disk, and so keep a time limit of their own in training.
+        """
+        if not self.config.enable:
             return
-        if config.async_mode != "disabled":
-            self._stager = HostStager(pinned=config.async_mode == "async_with_pinned_mem")
+        if self.config.async_mode != "disabled":
+            self._stager = HostStager(pinned=self.config.async_mode == "async_with_pinned_mem")
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # One group for what is saved or loaded, one for what is asked while a save is under way.
+        # One group for saving and loading, one for questions while a save is under way.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._control = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=run.comm.init_timeout_seconds)
-        )
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience))
         self.patient_groups.append(self._group)
         self._open_folder()
         self._preemption = Preemption()
@@ -139,11 +135,14 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            # The first error is the one to raise: often it is why this one came.
+            # The first error is raised: it is often the cause of this one.
             logger.error("the checkpoint being saved is lost too: %s", describe(failure))
 
     def close(self, within: float | None = None) -> None:
-        """Wait, `within` seconds if given, for a save under way; raise its failure according to checkpoint.on_error."""
+        """Wait for a save under way, `within` seconds if given.
+
+        Raises its failure according to checkpoint.on_error.
+        """
         if self._preemption is not None:
             self._preemption.close()
         try:
@@ -152,25 +151,32 @@ class Checkpointer:
             if self._lock is not None:
                 self._lock.close()
 
-    # --- saving ------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def is_save_step(self, step: int, last: bool = False) -> bool:
-        return self._enabled and (last or step % self.config.interval == 0)
+        return self.config.enable and (last or step % self.config.interval == 0)
 
     def maybe_save(
         self, step: int, state: TrainState, last: bool = False, now: bool = False
     ) -> float | None:
-        """Save if it is time to, or at once (`now`, on pre-emption); the pause in seconds, or None without a save."""
-        if not self.is_save_step(step, last) and not (now and self._enabled):
+        """Save if it is time to, or at once if `now` (on pre-emption).
+
+        Returns the pause of training in seconds, or None without a save.
+        """
+        if not self.is_save_step(step, last) and not (now and self.config.enable):
             return None
         return self.save(step, state, last, now)
 
     def save(self, step: int, state: TrainState, last: bool = False, now: bool = False) -> float:
-        """Save `step`; return for how many seconds training stood still.
+        """Save `step`. Returns for how many seconds training stood still.
 
-        In the background if checkpoint.async_mode says so, but for the last one. A save still under way is waited for.
-        Weights or optimizer state with an inf or nan fail it: the checkpoints before are what a run can go back to.
-        checkpoint.on_error is for saves that training goes on after; the last one's failure is always raised.
+        Saves in the background if checkpoint.async_mode says so. The last save and one on
+        pre-emption are always in the foreground. A save that is still under way is waited for
+        first. An inf or nan in the weights or the optimizer state fails the save, so that older
+        checkpoints stay to go back to.
+
+        If checkpoint.on_error is "continue", a failure is logged. A failure of the last save is
+        always raised.
         """
         started = time.perf_counter()
         if self._saving is not None and not self._saving.done() and self._rank == 0:
@@ -194,7 +200,8 @@ class Checkpointer:
         else:
             staged, copied = self._stager.stage(tensors)
 
-            # DCP waits for the thread's current stream, which would be GPU 0's default one; None on the CPU: no change
+            # DCP waits for the current stream of the thread that calls it. In a new thread that
+            # would be the default stream of GPU 0. None, on the CPU, changes nothing.
             stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
             def write_copies() -> Path:
@@ -211,14 +218,14 @@ class Checkpointer:
         return pause
 
     def before_update(self) -> None:
-        """Before anything changes weights or optimizer state: copies of them may be under way."""
+        """Call before weights or optimizer state change: copies of them may be under way."""
         if self._stager is not None:
             self._stager.before_change()
 
     def check_failure(self) -> None:
-        """At a step boundary: raise or log what went wrong in the background, once it has ended on all ranks.
+        """Raise or log the failure of a background save, once the save has ended on all ranks.
 
-        One tiny all-reduce while a save is under way, else nothing.
+        Collective, between two steps: one tiny all-reduce while a save is under way, else nothing.
         """
         if self._saving is None:
             return
@@ -228,16 +235,18 @@ class Checkpointer:
             self.wait()
 
     def preempted(self) -> bool:
-        """True on all ranks if any of them was told to end. Collective: one tiny all-reduce."""
+        """Whether any rank was told to end. Collective: one tiny all-reduce."""
         return self._preemption is not None and self._preemption.agreed(self._control)
 
     def is_saved(self, step: int) -> bool:
-        """Whether this run's newest complete checkpoint is of `step`; the same on all ranks."""
+        """Whether this run's newest complete checkpoint is of `step`; alike on all ranks."""
         return self._newest_saved == step
 
     def wait(self, within: float | None = None) -> None:
-        """Until no save is under way. Its outcome is the same on all ranks, but for a CheckpointError after `within`
-        seconds."""
+        """Return when no save is under way, with the same outcome on all ranks.
+
+        Raises CheckpointError after `within` seconds, if given; only this may differ between ranks.
+        """
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -262,13 +271,9 @@ class Checkpointer:
     def _collect(self, state: TrainState, contents: str) -> Tensors:
         weights = model_tensors(self._strategy.local_parameters())
         if contents == "model":
-            dtype = self.config.export_dtype
-            if dtype not in EXPORT_DTYPES:
-                raise ValueError(
-                    f"checkpoint.export_dtype is {dtype!r}; choose {', '.join(EXPORT_DTYPES)}"
-                )
-            return cast_floating(weights, EXPORT_DTYPES[dtype])
-        self._optimizers.allocate_state()  # also of what has had no gradient yet: a load wants all
+            return cast_floating(weights, getattr(torch, self.config.export_dtype))
+        # parameters without a gradient so far have state too: a load wants all of it
+        self._optimizers.allocate_state()
         tensors = {
             **weights,
             **optimizer_tensors(
@@ -291,8 +296,8 @@ class Checkpointer:
             "data_stream": self._data_stream,
         }
         files = {META_FILE: meta, CONFIG_FILE: self._run}
-        if self._plan is not None:
-            files[PLAN_FILE] = self._plan.to_json()
+        if self._strategy.plan is not None:
+            files[PLAN_FILE] = self._strategy.plan.to_json()
         return {name: json.dumps(content, indent=1).encode() for name, content in files.items()}
 
     def _write(self, step: int, tensors: Tensors, side_files: dict[str, bytes]) -> Path:
@@ -304,7 +309,10 @@ class Checkpointer:
         return path
 
     def _prune(self, saved: int) -> None:
-        """Delete all but the newest checkpoint.keep_latest_k; 0 keeps all. A failure to delete is only logged."""
+        """Delete all checkpoints but the newest checkpoint.keep_latest_k; 0 keeps all.
+
+        A failure to delete is only logged.
+        """
         if self.config.keep_latest_k == 0:
             return
         try:
@@ -316,14 +324,15 @@ class Checkpointer:
             if step != saved:
                 folders.discard(folders.step_folder(self.folder, step))
 
-    # --- loading -----------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def load(self) -> TrainState | None:
-        """Load what the run continues from: its newest checkpoint, or else checkpoint.initial_load_path.
+        """Load what the run continues from: its newest checkpoint, or checkpoint.initial_load_path.
 
-        None if there is nothing to load, or only weights. Weights and optimizer state are filled in place.
+        Fills weights and optimizer state in place. Returns None if there is nothing to load, or if
+        only weights were loaded.
         """
-        if not self._enabled:
+        if not self.config.enable:
             return None
         self.wait()
         complete, incomplete = from_rank_0(
@@ -344,8 +353,8 @@ class Checkpointer:
     def _load_step(self, step: int, complete: list[int]) -> TrainState | None:
         if step not in complete:
             raise ValueError(
-                f"checkpoint.load_step is {step}, but the steps with complete checkpoints in {self.folder} are "
-                f"{complete[::-1]}"
+                f"checkpoint.load_step is {step}, but the steps with complete checkpoints in "
+                f"{self.folder} are {complete[::-1]}"
             )
         if complete[0] > step and self._rank == 0:
             logger.warning(
@@ -354,8 +363,9 @@ class Checkpointer:
         stored = self._open(folders.step_folder(self.folder, step))
         if stored.meta["contents"] != "full":
             raise ValueError(
-                f"{stored.path} has the model only, no optimizer state: choose another checkpoint.load_step, or start "
-                "a new run from it with checkpoint.initial_load_path"
+                f"{stored.path} has the model only, no optimizer state: choose another "
+                "checkpoint.load_step, or start a new run from it with "
+                "checkpoint.initial_load_path"
             )
         return self._resume(stored)
 
@@ -377,8 +387,8 @@ class Checkpointer:
                 if self._rank == 0:
                     logger.error("skipping a damaged checkpoint: %s", error)
         raise CheckpointError(
-            f"none of the checkpoints in {self.folder} can be resumed from (steps {complete[::-1]}); to start afresh, "
-            "choose another checkpoint.folder"
+            f"none of the checkpoints in {self.folder} can be resumed from (steps "
+            f"{complete[::-1]}); to start afresh, choose another checkpoint.folder"
         )
 
     def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
@@ -400,7 +410,10 @@ class Checkpointer:
         return state
 
     def _check_data(self, stored: StoredCheckpoint) -> None:
-        """Window number n must be the text that it was: compared by content, so files may have moved."""
+        """Refuse a resume if the data changed so that the next batch would differ.
+
+        Data is compared by content, so files may have moved.
+        """
         before = stored.meta.get("data_stream")
         if before is None or self._data_stream is None:
             if self._rank == 0:
@@ -409,10 +422,14 @@ class Checkpointer:
         changes = "; ".join(changed_keys(before, self._data_stream))
         if not changes:
             return
-        message = f"the data is not what {stored.path} had read ({changes}), so the next window is other text"
+        message = (
+            f"the data is not what {stored.path} had read ({changes}), so the next window is other "
+            "text"
+        )
         if not self._allow_data_change:
             raise ValueError(
-                f"{message}. Put the data and the settings back, or go on with data.allow_data_change = true"
+                f"{message}. Put the data and the settings back, or go on with "
+                "data.allow_data_change = true"
             )
         if self._rank == 0:
             logger.warning("%s; going on with it (data.allow_data_change)", message)
@@ -424,7 +441,8 @@ class Checkpointer:
         )
         stored = self._open(path, allow_foreign=True)
         if stored.meta.get("contents") == "full" and not self.config.initial_load_model_only:
-            return self._resume(stored)  # goes on at that run's step and window
+            # so this run goes on at the step and window of that run
+            return self._resume(stored)
         return self._load_from(stored, self.config.initial_load_model_only)
 
     def _open(self, path: Path, allow_foreign: bool = False) -> StoredCheckpoint:
@@ -453,7 +471,7 @@ class Checkpointer:
         return state
 
     def _wanted(self, stored: StoredCheckpoint, model_only: bool) -> Tensors:
-        """All that this rank would fill."""
+        """All tensors that this rank could fill."""
         weights = model_tensors(self._strategy.local_parameters())
         if model_only:
             return weights
@@ -476,16 +494,17 @@ class Checkpointer:
         return wanted
 
     def _asked(self, wanted: Tensors) -> set[str]:
-        """The keys that any rank would fill."""
+        """Collective: the keys that any rank could fill."""
         everyone: list[list[str]] = [[] for _ in range(self._world_size)]
         dist.all_gather_object(everyone, list(wanted), group=self._group)
         return {key for keys in everyone for key in keys}
 
     def _excluded(self, stored: StoredCheckpoint, asked: set[str], model_only: bool) -> set[str]:
-        """Keys that checkpoint.exclude_from_loading names: a section, a prefix up to a dot, or a pattern with *.
+        """The keys that checkpoint.exclude_from_loading names; the same on all ranks.
 
-        A stored weight or state that no rank asks for means another model or optimizer: CheckpointError, unless it is
-        named too. The same on all ranks.
+        A pattern is a section, a prefix up to a dot, or a name with wildcards. A stored weight or
+        state that no rank asks for means another model or optimizer: CheckpointError, unless a
+        pattern matches it.
         """
         patterns = self.config.exclude_from_loading
         known = asked | stored.tensors.keys()
@@ -504,15 +523,16 @@ class Checkpointer:
         ]
         if extra:
             raise CheckpointError(
-                f"{stored.path} holds {len(extra)} tensors that this run has no place for, {extra[0]} first: another "
-                "model or optimizer. To leave them out, name them in checkpoint.exclude_from_loading"
+                f"{stored.path} holds {len(extra)} tensors that this run has no place for, "
+                f"{extra[0]} first: another model or optimizer. To leave them out, name them in "
+                "checkpoint.exclude_from_loading"
             )
         return excluded
 
-    # --- the folder --------------------------------------------------------------------------------------------------
+    # --- the folder -------------------------------------------------------------------------------
 
     def _open_folder(self) -> None:
-        """Make the folder, clear what a killed job left, and make sure that all ranks see the same one."""
+        """Make the folder, clear what a killed job left, check that all ranks see one folder."""
 
         def prepare() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -539,8 +559,8 @@ class Checkpointer:
         while name not in (path.name for path in self.folder.glob(f"{folders.PROBE}*")):
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; put "
-                    "job.dump_folder on a file system that all machines share"
+                    f"{self.folder} on {os.uname().nodename} is not the folder that rank 0 sees; "
+                    "put job.dump_folder on a file system that all machines share"
                 )
             time.sleep(0.1)
 
@@ -548,7 +568,8 @@ class Checkpointer:
 def _fulfil(future: Future[Path], act: Callable[[], Path]) -> None:
     try:
         future.set_result(act())
-    except BaseException as error:  # handed to whoever waits for the future
+    # whoever waits for the future raises it
+    except BaseException as error:
         future.set_exception(error)
 
 

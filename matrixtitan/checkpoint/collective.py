@@ -1,4 +1,4 @@
-"""Doing something on every rank, with one outcome: it worked everywhere, or the same error is raised everywhere."""
+"""Acts on every rank with one outcome: success everywhere, or the same error everywhere."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _HINTS = {
 def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
     """Collective: call `act` on every rank of `group`; return its result.
 
-    Where it raised on any rank, every rank raises an error with every failed rank's reason: CorruptCheckpointError if
-    all reasons are corruption, else CheckpointError.
+    If it raised on any rank, every rank raises an error with the reasons of all failed ranks. The
+    error is CorruptCheckpointError if all reasons are corruption, else CheckpointError.
     """
     result: T | None = None
     failure: tuple[str, bool] | None = None
@@ -50,14 +50,17 @@ def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
 
 
 def from_rank_0(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
-    """Collective: call `act` on rank 0 alone; every rank gets its result (by pickle) or raises its error."""
+    """Collective: call `act` on rank 0 alone.
+
+    Every rank gets its result (by pickle) or raises its error.
+    """
     box = [together(group, what, act if dist.get_rank(group) == 0 else _nothing)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # rank 0's
 
 
 def describe(error: BaseException) -> str:
-    """One line: the cause that a person can act on, where there is one."""
+    """One line for an error: the cause that a person can act on, where there is one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
@@ -74,7 +77,7 @@ def _nothing() -> None:
 
 
 def from_dcp(what: str, error: CheckpointException) -> CheckpointError:
-    """Our error for DCP's, which DCP raises on all ranks with every failed rank's exception inside."""
+    """Our error for that of DCP, which holds the exceptions of all failed ranks."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     reasons = "; ".join(f"{describe(failure)} (rank {rank})" for rank, failure in failures.items())
     corrupt = all(isinstance(failure, CorruptCheckpointError) for failure in failures.values())

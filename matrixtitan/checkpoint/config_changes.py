@@ -1,4 +1,4 @@
-"""What differs between two nested tables: a saved configuration and this run's, or two descriptions of the data."""
+"""The differences between two nested tables: two configs, or two descriptions of the data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """A line for each key whose value differs; None stands where one side lacks the key."""
+    """A line for each key whose value differs; None where one side lacks the key."""
     before, after = _flatten(saved), _flatten(current)
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
@@ -17,7 +17,7 @@ def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"section.key": value}, tables inside lists left as they are."""
+    """{"section.key": value}; tables inside lists stay as they are."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
-"""What can go wrong with a checkpoint, as two exceptions. Both take one message, so that they survive pickling."""
+"""The two errors of checkpoints. Each takes one message, so that it can be pickled."""
 
 from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message names the file or key and what to do."""
+    """A checkpoint could not be written or read. The message names the file or key."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A complete checkpoint's bytes are not those that were written; the message names the file."""
+    """The bytes of a complete checkpoint are not those that were written."""

@@ -1,9 +1,12 @@
-"""The checkpoint folder: which `step-N` are complete, and the moves that make one complete or gone.
+"""The checkpoint folder: which `step-N` are complete, and how one is published or deleted.
 
-A checkpoint is written as `step-N.writing` and renamed to `step-N` when everything in it is on disk; one that is being
-replaced is `step-N.replaced` until then, and one being deleted is `step-N.deleting`. So a folder named `step-N` is
-complete at any moment, whenever the job is killed. What cannot be deleted (open files on NFS, no permission) is logged
-and stays, and later saves choose other names (`step-N.writing-2`). Links are unlinked, never followed. Nothing here
+A checkpoint is written as `step-N.writing`, and renamed to `step-N` when everything in it is on
+disk. One that is being replaced is called `step-N.replaced` until then, and one that is being
+deleted is called `step-N.deleting`. So a folder named `step-N` is complete at any moment, whenever
+the job is killed.
+
+What cannot be deleted (open files on NFS, no permission) is logged and stays, and later saves
+choose other names (`step-N.writing-2`). Links are unlinked, never followed. Nothing here
 communicates: rank 0 alone changes the folder.
 """
 
@@ -27,7 +30,7 @@ logger = get_logger()
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"(step-\d+)\.(writing|replaced|deleting)(?:-(\d+))?")
 PROBE = ".probe-"
-"""What the names of files begin with by which ranks see at start that they share the folder."""
+"""Prefix of the files by which ranks see, at the start, that they share the folder."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -35,7 +38,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def _free_name(final: Path, state: str) -> Path:
-    """`step-N.state`, or with a number behind where something that could not be deleted has that name."""
+    """`step-N.state`, or `step-N.state-2` and so on where a leftover has that name."""
     path, number = final.with_name(f"{final.name}.{state}"), 1
     while os.path.lexists(path):
         number += 1
@@ -44,7 +47,7 @@ def _free_name(final: Path, state: str) -> Path:
 
 
 def make_writing_folder(folder: Path, step: int) -> Path:
-    """A new and empty folder to write the checkpoint of `step` into, whatever an earlier save left."""
+    """Make a new and empty folder to write the checkpoint of `step` into."""
     left = folder / f"step-{step}.writing"
     if os.path.lexists(left):
         discard(left)
@@ -54,10 +57,11 @@ def make_writing_folder(folder: Path, step: int) -> Path:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Keep other runs from writing to `folder` until the returned file is closed or this process ends.
+    """Keep other runs from writing to `folder` until the returned file is closed.
 
-    CheckpointError if one does: perhaps ranks that outlived their launcher. A file system without locks is logged. Not
-    `flock`: a loader's worker would hold that on after the death of its rank.
+    The end of the process closes it too. CheckpointError if another run has the lock: often ranks
+    that outlived their launcher. On a file system without locks this only logs a warning. The lock
+    is not `flock`'s, which a worker process of the loader would still hold after its rank has died.
     """
     path = folder.with_name(f"{folder.name}.lock")
     file = path.open("ab")
@@ -67,19 +71,21 @@ def lock(folder: Path) -> BinaryIO:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.close()
             raise CheckpointError(
-                f"another run is writing to {folder} (it has {path} locked): end it, or choose another job.dump_folder"
+                f"another run is writing to {folder} (it has {path} locked): end it, or choose "
+                "another job.dump_folder"
             ) from None
         logger.warning("%s cannot be locked (%s): start no second run there", path, error)
     return file
 
 
 def list_steps(folder: Path) -> tuple[list[int], list[str]]:
-    """Steps of the complete checkpoints, newest first, and the names of incomplete ones."""
+    """(steps of the complete checkpoints, newest first; names of the incomplete ones)."""
     complete, incomplete = [], []
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := _STEP.fullmatch(path.name):
-            # One of the two missing is damage, not an unfinished save. os.path.exists is False for what cannot be
-            # looked at too, such as a link to a disk that is gone.
+            # If one of the two is missing, the checkpoint is damaged, not unfinished.
+            # os.path.exists is also False for what cannot be looked at, such as a link to a disk
+            # that is gone.
             if os.path.exists(path / METADATA_FILE) or os.path.exists(path / CHECKSUMS_FILE):
                 complete.append(int(match[1]))
             else:
@@ -90,7 +96,7 @@ def list_steps(folder: Path) -> tuple[list[int], list[str]]:
 
 
 def publish(folder: Path, step: int, written: Path) -> Path:
-    """Make the checkpoint in `written` the complete one of `step`, in place of an older one."""
+    """Make `written` the complete checkpoint of `step`, in place of an older one."""
     final = step_folder(folder, step)
     fsync_folder(written)
     replaced = final.rename(_free_name(final, "replaced")) if os.path.lexists(final) else None
@@ -102,19 +108,21 @@ def publish(folder: Path, step: int, written: Path) -> Path:
 
 
 def recover(folder: Path) -> list[str]:
-    """Clear what a killed job left behind; return a line for each thing done. Only while nobody is saving.
+    """Clear what a killed job left behind, while nobody is saving. Returns a line for each act.
 
-    What cannot be deleted is logged and stays. OSError only if a checkpoint cannot get its name back.
+    What cannot be deleted is logged and stays. OSError only if a checkpoint cannot get its name
+    back.
     """
     done = []
-    # of several with one name the highest number is the newest
+    # of several leftovers of one name the highest number is the newest
     found = [(m, path) for path in folder.iterdir() if (m := _LEFTOVER.fullmatch(path.name))]
     for match, path in sorted(found, key=lambda f: (f[0][1], int(f[0][3] or 1)), reverse=True):
         final = folder / match[1]
         if match[2] == "replaced" and not os.path.lexists(final):
             path.rename(final)
             done.append(
-                f"restored {final.name}: a save of the same step was interrupted as it took its place"
+                f"restored {final.name}: a save of the same step was interrupted as it took its "
+                "place"
             )
         elif discard(path):
             done.append(f"removed {path.name}: its save or deletion was interrupted")
@@ -124,9 +132,11 @@ def recover(folder: Path) -> list[str]:
 
 
 def discard(path: Path) -> bool:
-    """Delete `step-N`, or what is left of one, so that no moment shows half of it under its name; True if it is gone.
+    """Delete `step-N`, or a leftover of it. Returns whether it is gone.
 
-    A failure is only logged. What could not be deleted is then `step-N.deleting`, and the next start tries again.
+    It is renamed first, so that no half-deleted folder has the name of a checkpoint. A failure is
+    only logged. What could not be deleted is then `step-N.deleting`, and the next start tries
+    again.
     """
     match = _LEFTOVER.fullmatch(path.name)
     try:
@@ -141,20 +151,21 @@ def discard(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """All of it that can be deleted; OSError if something stays. A link is not followed."""
+    """Delete as much of it as possible; OSError if something stays. A link is not followed."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
     try:
         shutil.rmtree(path)
     except OSError:
-        shutil.rmtree(path, ignore_errors=True)  # the first failure ended the other: free the rest
+        # the first failure ended rmtree: delete the rest
+        shutil.rmtree(path, ignore_errors=True)
         if os.path.lexists(path):
             raise
 
 
 def unlink_probe(path: Path) -> None:
-    """A failure is only logged."""
+    """Delete a probe. A failure is only logged."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

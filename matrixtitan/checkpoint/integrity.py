@@ -1,8 +1,8 @@
-"""Checksums: of every stored tensor chunk and of every side file, in `checksums.json`.
+"""SHA-256 checksums of every stored tensor chunk and every side file, in `checksums.json`.
 
-Each rank hashes the chunks that it wrote; whoever reads a chunk hashes the same bytes before interpreting them. So a
-reader at any world size verifies exactly what it uses, and no more. `checksums.json` carries a digest of itself.
-SHA-256 throughout (about 1.4 GB/s a core where the CPU has instructions for it).
+Each rank hashes the chunks that it wrote. Whoever reads a chunk hashes the bytes before anything
+interprets them. So a reader at any world size verifies exactly what it uses. `checksums.json`
+contains a digest of itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matrixtitan.checkpoint.errors import CorruptCheckpointError
 CHECKSUMS_FILE = "checksums.json"
 
 Chunk = tuple[str, int, int]
-"""File name, offset and length in bytes."""
+"""(file name, offset in bytes, length in bytes)."""
 
 
 def digest(data: bytes) -> str:
@@ -27,13 +27,12 @@ def digest(data: bytes) -> str:
 
 
 def digest_of_range(file: BinaryIO, offset: int, length: int) -> str:
-    """SHA-256 of `length` bytes from `offset`; fewer where the file ends before."""
+    """SHA-256 of `length` bytes from `offset`, or of fewer if the file ends before."""
     sha = hashlib.sha256()
     file.seek(offset)
     while length > 0:
-        block = file.read(
-            min(length, 1 << 22)
-        )  # 4 MiB: large enough for full speed, small enough for any host
+        # 4 MiB: large enough for full speed, small enough for any host
+        block = file.read(min(length, 1 << 22))
         if not block:
             break
         sha.update(block)
@@ -43,7 +42,7 @@ def digest_of_range(file: BinaryIO, offset: int, length: int) -> str:
 
 @dataclass
 class Checksums:
-    """`chunks`: of the tensor chunks in data files; `files`: of the small files beside them, whole."""
+    """The checksums of the tensor chunks in data files, and of the small files beside them."""
 
     chunks: dict[Chunk, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -57,7 +56,9 @@ class Checksums:
 
     @staticmethod
     def read(folder: Path) -> Checksums:
-        """Of a complete checkpoint. CorruptCheckpointError if the file is gone or damaged."""
+        """The checksums of a complete checkpoint. CorruptCheckpointError if the file is damaged or
+        gone.
+        """
         path = folder / CHECKSUMS_FILE
         try:
             content = json.loads(path.read_bytes())
@@ -105,7 +106,7 @@ class Checksums:
             raise CorruptCheckpointError(f"{where} are damaged: they do not match their checksum")
 
     def damaged(self, folder: Path) -> Iterator[str]:
-        """A line for each file or chunk that is not what was written; reads the whole checkpoint."""
+        """A line for each file or chunk that was changed or lost. Reads the whole checkpoint."""
         for name in self.files:
             try:
                 self.read_file(folder, name)

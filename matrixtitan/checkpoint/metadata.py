@@ -1,8 +1,8 @@
-"""Reading DCP's `.metadata` without running anything in it.
+"""Reads DCP's `.metadata` without running code from it.
 
-DCP writes `.metadata` by pickle, and an ordinary unpickling runs whatever code a file names. Here only the handful of
-plain data classes that DCP itself writes can be named; then the result is checked field by field, so that later code
-may rely on it. Next file: `storage.py`, which reads tensors.
+DCP writes `.metadata` by pickle, and ordinary unpickling runs whatever code a file names. Here a
+file can name only the plain data classes that DCP itself writes. Then the result is checked field
+by field, so that later code may rely on it. Next: `storage.py`, which reads tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METADATA_FILE = ".metadata"
 
 
 class _StoredItem:
-    """Stands in for DCP's private `_StorageInfo`: where one tensor chunk's bytes are."""
+    """Stands in for DCP's private `_StorageInfo`: where the bytes of one tensor chunk are."""
 
     relative_path: str
     offset: int
@@ -38,14 +38,14 @@ class _StoredItem:
 
 
 def _layout(name: str) -> torch.layout:
-    """Stands in for torch's private function that turns a layout's name into the layout."""
+    """Stands in for torch's private function that returns the layout of a name."""
     if name != "torch.strided":
         raise pickle.UnpicklingError(f"tensor layout {name!r}; only dense tensors are stored")
     return torch.strided
 
 
 def _pure_path(*parts: str) -> str:
-    """Stands in for `pathlib.PosixPath`: the folder a checkpoint was written in, for the record."""
+    """Stands in for `pathlib.PosixPath`: the folder that a checkpoint was written in."""
     return str(PurePath(*parts))
 
 
@@ -85,16 +85,14 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes, where: str) -> Metadata:
-    """DCP's metadata from the bytes of `.metadata`; `where` names the file in errors.
+    """DCP's metadata from the bytes of `.metadata`. `where` names the file in errors.
 
-    Raises CheckpointError for bytes that would run code or that are not DCP's metadata, and CorruptCheckpointError for
-    metadata whose chunks do not cover a tensor.
+    Raises CheckpointError for bytes that would run code or are not DCP's metadata, and
+    CorruptCheckpointError for metadata whose chunks do not cover a tensor.
     """
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(data)).load()
-    except (
-        Exception
-    ) as error:  # a pickle of arbitrary bytes can fail in any way; none of them ran code
+    except Exception as error:  # arbitrary bytes can fail in any way; none of them ran code
         raise CheckpointError(
             f"{where} cannot be read as a checkpoint's metadata: {error}"
         ) from error
@@ -116,7 +114,8 @@ def _sizes(value: Any) -> bool:
 
 def _check_entry(key: Any, entry: Any, where: str) -> None:
     if isinstance(entry, BytesStorageMetadata):
-        return  # refused when something wants to read it
+        # reading it is refused
+        return
     if (
         not isinstance(key, str)
         or not isinstance(entry, TensorStorageMetadata)

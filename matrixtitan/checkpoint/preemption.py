@@ -1,8 +1,8 @@
-"""Pre-emption: a cluster says by signal that the job will be killed soon, and all ranks end together after a save.
+"""Pre-emption: a signal says that the job will be killed soon; all ranks save and end together.
 
-The handler only sets a flag; the training loop asks after each step, between a validation's batches and after a save
-whether any rank was told. torchrun passes SIGTERM on to its workers (and SIGUSR1 where --signals-to-handle names it),
-then kills them after 30 s.
+The handler only sets a flag. The training loop asks whether any rank was told: after each step,
+between the batches of a validation, and after a save. torchrun passes SIGTERM on to its workers
+(and SIGUSR1 if --signals-to-handle names it), then kills them after 30 s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Takes over SIGTERM and SIGUSR1 of this process until `close`. Make it in the main thread."""
+    """Handles SIGTERM and SIGUSR1 of this process until `close`. Make it in the main thread."""
 
     def __init__(self) -> None:
         self.received = False
@@ -30,13 +30,13 @@ class Preemption:
         self.received = True
 
     def agreed(self, group: dist.ProcessGroup) -> bool:
-        """Collective, one tiny all-reduce on a gloo group: True on all ranks if any rank was told."""
+        """Whether any rank was told. Collective: one tiny all-reduce on a gloo group."""
         told = torch.tensor([int(self.received)], dtype=torch.int32)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         return bool(told.item())
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the handlers that were there before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -1,7 +1,7 @@
-"""What a resume does to the learning rate: the stored run's schedule and this run's, compared at the next step.
+"""What a resume does to the learning rate: the old and the new schedule, at the next step.
 
-Both rates come from the code that training uses, so every key that a rate depends on counts, alone or with others.
-Pure. Next file: `optim/lr_schedule.py`.
+Both rates come from the code that training uses, so every key that a rate depends on counts. Pure.
+Next: `optim/lr_schedule.py`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from matrixtitan.config import LRSchedulerConfig
 from matrixtitan.optim.lr_schedule import lr_factor, schedule_steps
 
 Run = Mapping[str, Any]
-"""A run's configuration as JSON values, as it stands in a checkpoint."""
+"""A run's config as JSON values, as a checkpoint stores it."""
 
 _WHOSE = {"optimizer.lr": "the matrices", "optimizer.tail_lr": "the rest"}
 
 
 class _Rates(NamedTuple):
     settings: dict[str, Any]
-    """Every key that the rates depend on, with the number of steps resolved."""
+    """Every key that the rates depend on; lr_scheduler.total_steps is a number here."""
     factor: float
     by_key: dict[str, float]
-    """The rate by the key of its peak."""
+    """The rate, by the key that holds its peak."""
 
 
 def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
-    """What to warn of if step `step` is the first after checkpoint `name` of the run `saved`; nothing if rates agree.
+    """Warnings for a run whose first step is `step`, after checkpoint `name` of the run `saved`.
 
-    A batch of another size is a change too: the same rate then stands for another number of tokens.
+    None if the rates agree. Another number of tokens per step is a warning too: the same rate then
+    acts on a batch of another size.
     """
     try:
         before, after = _rates(saved, step), _rates(current, step)
         tokens_before, tokens_after = _tokens_per_step(saved), _tokens_per_step(current)
-    except (KeyError, TypeError, ValueError) as error:  # stored by another version
+    # a config that another version stored
+    except (KeyError, TypeError, ValueError) as error:
         return [f"{name}: whether the learning rate changes cannot be told: {error!r}"]
     lines = []
     changed = [
@@ -59,15 +61,17 @@ def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
         )
         ended = before.settings["lr_scheduler.total_steps"] < step
         lines.append(
-            f"the learning rate of step {step} is not what the schedule of {name} gives: {text}. To keep the old "
-            f"schedule: {keep}" + (" (it has ended: its last rate stays)" if ended else "")
+            f"the learning rate of step {step} is not what the schedule of {name} gives: {text}. "
+            f"To keep the old schedule: {keep}"
+            + (" (it has ended: its last rate stays)" if ended else "")
         )
     if tokens_before != tokens_after:
         stays = "is not scaled for it" if changed else "stays"
         lines.append(
-            f"a step is {tokens_after:,} tokens, and was {tokens_before:,} in {name}; the learning rate {stays} "
-            f"({_number(after.by_key['optimizer.lr'])} for the matrices), and the schedule goes on to count steps: "
-            "consider optimizer.lr, optimizer.tail_lr and lr_scheduler.total_steps"
+            f"a step is {tokens_after:,} tokens, and was {tokens_before:,} in {name}; the "
+            f"learning rate {stays} ({_number(after.by_key['optimizer.lr'])} for the matrices), "
+            "and the schedule goes on to count steps: consider optimizer.lr, optimizer.tail_lr "
+            "and lr_scheduler.total_steps"
         )
     return lines
 

@@ -1,7 +1,8 @@
-"""Reading one checkpoint: open it verified, see what it holds, load tensors of it in place.
+"""Reads one checkpoint: opens it verified, says what it holds, loads tensors of it in place.
 
-A checkpoint that others wrote with DCP opens too, where the caller allows it: its metadata is as restricted, but it
-has no checksums. Nothing here decides which checkpoint to read; `checkpointer.py` does.
+Where the caller allows it, this also opens a checkpoint that other programs wrote with DCP. The
+same restrictions hold for its metadata, but it has no checksums. `checkpointer.py` decides which
+checkpoint to read.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint folder, opened: small files verified and parsed, no tensor read yet.
+    """One checkpoint folder, opened: small files are verified and parsed, no tensor is read yet.
 
-    `meta` is what this project notes beside the tensors (step, contents, world size, ...), empty for others'
-    checkpoints, for which `checksums` is None.
+    `meta` is what this project stores beside the tensors (step, contents, world size, ...). For a
+    checkpoint of another program `meta` is empty and `checksums` is None.
     """
 
     path: Path
@@ -50,7 +51,7 @@ class StoredCheckpoint:
 
     @staticmethod
     def open(path: Path, *, allow_foreign: bool = False) -> StoredCheckpoint:
-        """CorruptCheckpointError or CheckpointError, naming the file, if it cannot be trusted or read."""
+        """Open `path`. CorruptCheckpointError or CheckpointError, naming the file, if it fails."""
         if (
             allow_foreign
             and not (path / CHECKSUMS_FILE).exists()
@@ -82,7 +83,7 @@ class StoredCheckpoint:
         return stored
 
     def read_json(self, name: str) -> Any:
-        """A side file's content, verified; CheckpointError if there is none."""
+        """The verified content of a side file; CheckpointError if there is none."""
         if self.checksums is None:
             raise CheckpointError(f"{self.path} has no {name}: this project did not write it")
         return json.loads(self.checksums.read_file(self.path, name))
@@ -97,15 +98,20 @@ class StoredCheckpoint:
         }
 
     def stored_key(self, key: str) -> str:
-        """The key under which this checkpoint has `key`: others may store a bare model, without "model." before."""
+        """The key under which this checkpoint stores `key`.
+
+        Other programs may store a bare model, without the prefix "model.".
+        """
         bare = not any(name.startswith("model.") for name in self.metadata.state_dict_metadata)
         return key.removeprefix("model.") if self.checksums is None and bare else key
 
     def load(self, tensors: Tensors, group: dist.ProcessGroup) -> None:
-        """Collective: fill `tensors` (this rank's, by key) in place from whatever cuts they were stored in.
+        """Collective: fill `tensors` (this rank's, by key) in place, however they were cut when
+        saved.
 
-        Raises the same CheckpointError on all ranks, before anything is read, for keys that are not stored or have
-        another shape, and CorruptCheckpointError for damaged bytes; then part of the tensors may have been filled.
+        Raises the same CheckpointError on all ranks, before anything is read, for keys that are not
+        stored or have another shape. Raises CorruptCheckpointError for damaged bytes; some tensors
+        may then have been filled already.
         """
         together(group, f"loading {self.path}", lambda: self._check_wanted(tensors))
         wanted = {self.stored_key(key): tensor for key, tensor in tensors.items()}
@@ -120,7 +126,7 @@ class StoredCheckpoint:
             raise from_dcp(f"loading {self.path}", error) from error
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """The stored chunks of one tensor with their offsets, one at a time, on the CPU and verified."""
+        """The stored chunks of one tensor with their offsets, one by one, on the CPU, verified."""
         stored_key = self.stored_key(key)
         reader = VerifyingReader(self.path, self.metadata, self.checksums)
         for chunk in self.tensors[stored_key].chunks:
@@ -128,12 +134,13 @@ class StoredCheckpoint:
             part = reader.read_chunk((item.relative_path, item.offset, item.length))
             if part.shape != chunk.sizes:
                 raise CorruptCheckpointError(
-                    f"{self.path / item.relative_path}: {key} is {tuple(part.shape)}, not {tuple(chunk.sizes)}"
+                    f"{self.path / item.relative_path}: {key} is {tuple(part.shape)}, not "
+                    f"{tuple(chunk.sizes)}"
                 )
             yield tuple(chunk.offsets), part
 
     def read(self, key: str) -> Tensor:
-        """One tensor, whole, on the CPU; without any process group."""
+        """One whole tensor, on the CPU. Needs no process group."""
         entry = self.tensors[self.stored_key(key)]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         for offsets, part in self.chunks(key):
@@ -166,7 +173,7 @@ class StoredCheckpoint:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a person means by `path`: itself, or the newest complete one in it or in a run's folder.
+    """The checkpoint at `path`, or the newest complete one in it or in its checkpoint/ folder.
 
     CheckpointError if there is none.
     """
@@ -177,7 +184,8 @@ def find_checkpoint(path: Path) -> Path:
         if complete:
             return step_folder(folder, complete[0])
     raise CheckpointError(
-        f"no checkpoint at {path}: it has neither {METADATA_FILE} nor a complete step-N, in it or in its checkpoint/"
+        f"no checkpoint at {path}: it has neither {METADATA_FILE} nor a complete step-N, in it or "
+        "in its checkpoint/"
     )
 
 

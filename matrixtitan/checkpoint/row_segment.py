@@ -1,9 +1,9 @@
-"""RowSegment: some rows of a larger tensor, in the form that PyTorch Distributed Checkpoint (DCP) saves and loads.
+"""RowSegment: some rows of a larger tensor, as PyTorch Distributed Checkpoint (DCP) saves them.
 
-A tensor of the full shape without storage of its own, which answers DCP's checkpointable protocol (the methods with
-double underscores, looked up by name) with the rows that this rank holds. It can do nothing else: no arithmetic, no
-copy. DTensors sharded by rows become RowSegments too, so one kind of chunk is staged, written and read. Next file:
-`state.py`.
+A RowSegment is a tensor of the full shape without storage of its own. It answers DCP's
+checkpointable protocol (methods with double underscores, which DCP looks up by name) with the rows
+that this rank holds. It supports no arithmetic and no copy. DTensors sharded by rows become
+RowSegments too, so only one kind of chunk is staged, written and read. Next: `state.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 
 class RowSegment(Tensor):
-    """Rows [start, start + len(rows)) of a tensor of shape `full_shape`; `rows` is shared, not copied.
+    """Rows [start, start + n) of a tensor of shape `full_shape`.
 
-    `rows` has shape (n, *full_shape[1:]). A load writes into it in place.
+    `rows` has shape (n, *full_shape[1:]), and is shared, not copied. A load writes into it in
+    place.
     """
 
     rows: Tensor
@@ -38,7 +39,8 @@ class RowSegment(Tensor):
             or not 0 <= start <= full_shape[0] - rows.shape[0]
         ):
             raise ValueError(
-                f"rows of shape {tuple(rows.shape)} from row {start} do not lie in {tuple(full_shape)}"
+                f"rows of shape {tuple(rows.shape)} from row {start} do not lie in "
+                f"{tuple(full_shape)}"
             )
         return Tensor._make_wrapper_subclass(
             cls, torch.Size(full_shape), dtype=rows.dtype, device=rows.device, requires_grad=False
@@ -48,7 +50,8 @@ class RowSegment(Tensor):
         self.rows = rows.detach()
         self.start = start
 
-    def __repr__(self) -> str:  # type: ignore[override]  # the base class's takes a private argument
+    # the base class's takes a private argument
+    def __repr__(self) -> str:  # type: ignore[override]
         stop = self.start + self.rows.shape[0]
         return f"RowSegment(rows [{self.start}, {stop}) of {tuple(self.shape)}, {self.dtype})"
 
@@ -80,8 +83,9 @@ class RowSegment(Tensor):
 
 
 def local_rows(tensor: Tensor, full_shape: Sequence[int], start: int) -> Tensor | None:
-    """What of a tensor to save or load here: itself, detached, if it is whole; a RowSegment; None if no rows are here.
+    """What to save or load of a tensor on this rank.
 
+    A whole tensor is returned detached, and rows of one as a RowSegment. None if no rows are here.
     A DTensor must be sharded along dim 0 at most; ValueError otherwise.
     """
     if isinstance(tensor, DTensor):
@@ -102,7 +106,7 @@ def _dtensor_rows(tensor: DTensor) -> Tensor | None:
     (chunk,) = tensor.__create_chunk_list__()
     if any(chunk.offsets[1:]) or chunk.sizes[1:] != tensor.shape[1:]:
         raise ValueError(
-            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} is not sharded by rows; "
-            "only Shard(0) and Replicate() are checkpointed"
+            f"a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements} is not "
+            "sharded by rows; only Shard(0) and Replicate() are checkpointed"
         )
     return RowSegment(local, tensor.shape, chunk.offsets[0])

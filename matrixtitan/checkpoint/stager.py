@@ -1,7 +1,8 @@
-"""Copies of a rank's tensors in host memory, which a background save can write while training changes the originals.
+"""Copies of a rank's tensors in host memory, from which a background save writes.
 
-The copies' memory is kept from one save to the next: fresh pages cost more than the copy itself. So asynchronous
-saving holds one copy of the rank's weights and optimizer state in host memory. Next file: `checkpointer.py`.
+Training can change the originals meanwhile. The memory of the copies is kept from one save to the
+next, since allocating pages costs more than copying. So asynchronous saving needs host memory for
+one copy of the rank's weights and optimizer state. Next: `checkpointer.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from matrixtitan.checkpoint.state import Tensors
 
 
 class HostStager:
-    """`pinned` copies from the GPU run beside training's kernels; others are complete when `stage` returns."""
+    """Makes the copies. With `pinned`, copies from the GPU overlap with training's kernels.
+
+    Without, the copies are complete when `stage` returns.
+    """
 
     def __init__(self, pinned: bool) -> None:
         if pinned and not torch.cuda.is_available():
             raise ValueError(
-                'checkpoint.async_mode = "async_with_pinned_mem" needs CUDA, and there is none here; use "async"'
+                'checkpoint.async_mode = "async_with_pinned_mem" needs CUDA, and there is none '
+                'here; use "async"'
             )
         self._pinned = pinned
         self._stream = torch.cuda.Stream() if pinned else None
@@ -29,9 +34,11 @@ class HostStager:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, tensors: Tensors) -> tuple[Tensors, Callable[[], None]]:
-        """Copies of `tensors` under the same keys, and a function that waits until they are complete.
+        """Copies of `tensors` under the same keys, and a function that waits until they are
+        complete.
 
-        Call `before_change` before anything changes the originals. The copies are overwritten by the next call.
+        Call `before_change` before anything changes the originals. The next call overwrites the
+        copies.
         """
         if self._stream is None:
             return self._copy_all(tensors), _complete

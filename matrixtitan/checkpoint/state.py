@@ -1,8 +1,9 @@
-"""What a checkpoint holds: tensors by key, keyed by parameter name and full shape, never by rank.
+"""What a checkpoint holds: tensors, by parameter name and full shape, never by rank.
 
-`model.{fqn}` and `optimizer.{fqn}.{state}` from whoever holds them, `train_state.{counter}` from rank 0, and
-`random.{rank}.{generator}` from each rank: the one thing that belongs to a rank, restored where the world size is the
-same. Only tensors, so that nothing is pickled. Next file: `checkpointer.py`.
+`model.{fqn}` and `optimizer.{fqn}.{state}` come from the ranks that hold them, and
+`train_state.{counter}` from rank 0. `random.{rank}.{generator}` is the exception: it belongs to a
+rank, and is restored if the world size is the same. There are only tensors, so that nothing is
+pickled. Next: `checkpointer.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from matrixtitan.optim.build import StateTensor
 from matrixtitan.plan.local_param import LocalParam
 
 Tensors = dict[str, Tensor]
-"""Key to a whole tensor or a RowSegment."""
+"""By key: a whole tensor, or a RowSegment."""
 
 
 @dataclass
 class TrainState:
-    """What a resumed run continues from. `window` is the index of the next window of the data stream."""
+    """What a resumed run continues from. `window` is the index of the next window to read."""
 
     step: int = 0
     window: int = 0
@@ -35,7 +36,7 @@ class TrainState:
 
 
 def model_tensors(params: Iterable[LocalParam]) -> Tensors:
-    """The rows of the weights that are here, sharing their memory."""
+    """The rows of the weights that are on this rank, sharing their memory."""
     found = {}
     for param in params:
         rows = local_rows(param.tensor, param.full_shape, param.start)
@@ -45,7 +46,10 @@ def model_tensors(params: Iterable[LocalParam]) -> Tensors:
 
 
 def optimizer_tensors(states: Iterable[StateTensor], params: Iterable[LocalParam]) -> Tensors:
-    """The optimizer state that is here, sharing its memory. `params` are those that the optimizers step."""
+    """The optimizer state that is on this rank, sharing its memory.
+
+    `params` are the parameters that the optimizers step.
+    """
     by_fqn = {param.fqn: param for param in params}
     found = {}
     for state in states:
@@ -70,7 +74,7 @@ def train_state_from(tensors: Tensors) -> TrainState:
 
 
 def random_tensors(rank: int) -> Tensors:
-    """This rank's generators: torch's on the CPU and its CUDA device, and Python's."""
+    """The state of this rank's generators: torch's on the CPU and on its GPU, and Python's."""
     version, words, gauss = random.getstate()
     found = {
         "torch_cpu": torch.get_rng_state(),
@@ -94,7 +98,7 @@ def restore_random(tensors: Tensors, rank: int) -> None:
 
 
 def cast_floating(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Copies in `dtype`, for an export; whole-number tensors as they are."""
+    """Copies in `dtype`, for an export. Tensors of whole numbers stay as they are."""
 
     def cast(tensor: Tensor) -> Tensor:
         if not tensor.dtype.is_floating_point:
@@ -107,24 +111,28 @@ def cast_floating(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def require_finite(tensors: Tensors) -> None:
-    """CheckpointError that names the first weight or optimizer state that holds an inf or nan.
+    """CheckpointError, naming the first weight or optimizer state that holds an inf or nan.
 
-    Random generators' tensors may: `random_tensors` writes nan for "none".
+    The tensors of random generators are exempt: in them, nan stands for "none".
     """
     for key, tensor in tensors.items():
         rows = tensor.rows if isinstance(tensor, RowSegment) else tensor
         if key.startswith("random.") or not rows.is_floating_point() or not rows.numel():
             continue
-        largest = torch.linalg.vector_norm(rows, math.inf)  # nan if there is one; makes no copy
+        # nan if any element is nan; makes no copy
+        largest = torch.linalg.vector_norm(rows, math.inf)
         if not largest.isfinite():
             raise CheckpointError(
-                f"{key} holds {largest.item()} in {rows.dtype}: lower the learning rate, or choose a wider "
-                "checkpoint.export_dtype for an export"
+                f"{key} holds {largest.item()} in {rows.dtype}: lower the learning rate, or "
+                "choose a wider checkpoint.export_dtype for an export"
             )
 
 
 def nested(tensors: Tensors) -> dict[str, Tensors]:
-    """{"model": {fqn: tensor}, ...}: DCP flattens this to the same keys, and its converters give it back nested."""
+    """{"model": {fqn: tensor}, ...}, which DCP flattens to the same keys again.
+
+    DCP's own converters then return nested tables.
+    """
     sections: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
         section, name = key.split(".", 1)

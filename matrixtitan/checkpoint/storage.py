@@ -1,7 +1,8 @@
-"""DCP's file reader and writer with checksums: what is written is hashed, what is read is verified first.
+"""DCP's file reader and writer, with a checksum for each chunk that is written or read.
 
-The files are DCP's own format, so `torch.distributed.checkpoint.load` and its tools read them without this module.
-Only tensors are read, with `weights_only`; a byte entry, which DCP would unpickle, is refused. Next: `checkpointer.py`.
+The files have DCP's own format, so `torch.distributed.checkpoint.load` and its tools read them
+without this module. Only tensors are read, with `weights_only`. A byte entry, which DCP would
+unpickle, is refused. Next: `checkpointer.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from matrixtitan.checkpoint.integrity import Checksums, Chunk, digest_of_range
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes and fsyncs one file per rank; afterwards `chunks` holds the checksums of what this rank wrote."""
+    """Writes and fsyncs one file per rank. `chunks` then has the checksums of that file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -42,9 +43,7 @@ class ChecksummedWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             future = super().write_data(plan, planner)
-        except (
-            Exception
-        ) as error:  # DCP sends it to all ranks by pickle, which would lose the cause
+        except Exception as error:  # DCP sends it to all ranks by pickle, which loses the cause
             raise CheckpointError(describe(error)) from error
         by_file: dict[str, list[WriteResult]] = defaultdict(list)
         for result in future.value():
@@ -57,15 +56,14 @@ class ChecksummedWriter(FileSystemWriter):
         return future
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(
-            save_id=self.save_id
-        )  # without the path: the folder is renamed when it is complete
+        # without the path: the folder is renamed when it is complete
+        return StorageMeta(save_id=self.save_id)
 
 
 class VerifyingReader(FileSystemReader):
-    """Reads tensors of one checkpoint folder, whose metadata has been parsed already.
+    """Reads tensors of one checkpoint folder, whose metadata has been parsed before.
 
-    `checksums` None is for checkpoints that others wrote, which have none.
+    `checksums` is None for a checkpoint of another program, which has none.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, checksums: Checksums | None) -> None:
@@ -90,7 +88,8 @@ class VerifyingReader(FileSystemReader):
                 )
             item = self._metadata.storage_data[request.storage_index]
             wanted[item.relative_path, item.offset, item.length].append(request)
-        for chunk in sorted(wanted):  # front to back in each file
+        # each file from front to back
+        for chunk in sorted(wanted):
             stored = self.read_chunk(chunk)
             for request in wanted[chunk]:
                 _copy_overlap(stored, request, planner, f"{self._folder / chunk[0]}")
@@ -99,7 +98,7 @@ class VerifyingReader(FileSystemReader):
         return done
 
     def read_chunk(self, chunk: Chunk) -> Tensor:
-        """One stored chunk, on the CPU, its bytes verified before anything interprets them."""
+        """One stored chunk, on the CPU. Its bytes are verified before anything interprets them."""
         name, offset, length = chunk
         path = self._folder / name
         try:
@@ -112,9 +111,7 @@ class VerifyingReader(FileSystemReader):
             self._checksums.verify_chunk(self._folder, chunk, data)
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (
-            Exception
-        ) as error:  # torch.load raises many kinds; all mean that these bytes are no tensor
+        except Exception as error:  # whatever torch.load raises, these bytes are no tensor
             raise CorruptCheckpointError(
                 f"{path}: no tensor at bytes {offset} to {offset + length}: {error}"
             ) from error
@@ -141,7 +138,7 @@ def _copy_overlap(stored: Tensor, request: ReadItem, planner: LoadPlanner, where
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """Loads tensors in place by key, and nothing else."""
+    """Loads tensors in place, by key, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,4 @@
-"""Writing one checkpoint: every rank its tensors, then rank 0 the small files and the rename that makes it complete."""
+"""Writes one checkpoint: all ranks their tensors, then rank 0 the small files and the rename."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ def write_checkpoint(
     side_files: Mapping[str, bytes],
     group: dist.ProcessGroup,
 ) -> Path:
-    """Collective on a gloo group: write `step-N` whole, or raise CheckpointError on all ranks and leave nothing of it.
+    """Collective on a gloo group: write `step-N` whole. Returns its path.
 
-    Each rank gives the tensors that it holds; of a tensor that several hold, one writes it. `side_files` are rank 0's.
+    A failure raises CheckpointError on all ranks and leaves nothing of the checkpoint. Each rank
+    gives the tensors that it holds. One rank writes a tensor that several hold. Rank 0's
+    `side_files` are written.
     """
     written = from_rank_0(
         group,
@@ -47,12 +49,13 @@ def write_checkpoint(
         )
     except CheckpointError:
         if dist.get_rank(group) == 0:
-            folders.discard(written)  # the space may be what was missing
+            # what failed may be the lack of this space
+            folders.discard(written)
         raise
 
 
 def _gather_chunks(writer: ChecksummedWriter, group: dist.ProcessGroup) -> dict[Chunk, str]:
-    """On rank 0 the checksums of all ranks' chunks; elsewhere nothing."""
+    """On rank 0 the checksums of all ranks' chunks; elsewhere an empty table."""
     gathered: list[dict[Chunk, str]] | None = None
     if dist.get_rank(group) == 0:
         gathered = [{} for _ in range(dist.get_world_size(group))]

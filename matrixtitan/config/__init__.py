@@ -1,4 +1,4 @@
-"""The config of a run. Read `schema.py` for what there is, `load.py` for how it is read."""
+"""The config of a run. `schema.py` has every key, `load.py` reads files and command lines."""
 
 from matrixtitan.config.checks import (
     EMBEDDED_OVERRIDES,

@@ -1,7 +1,7 @@
-"""What cannot work on any machine: every section's own problems, and those between sections.
+"""What cannot work on any machine: the problems of every section, and those between sections.
 
-A section's own checks stand with it in `schema.py`, a rule's in `matrixtitan/rules/`. Here is what
-takes two sections, or a look at the disk. No torch, no process group.
+The checks of one section stand with it in `schema.py`, those of a rule in `matrixtitan/rules/`.
+Here are the checks that need two sections or the disk. No torch, no process group.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from matrixtitan.config.errors import ConfigError
 from matrixtitan.config.schema import Config
 
 EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
-"""Runs any config on the tokenizer and data that every machine has."""
+"""Overrides that run any config on the tokenizer and data that every machine has."""
 
 TOKENIZER_NAME = "tokenizer.model"
-"""The rank file in a folder."""
+"""The name of the rank file in a folder."""
 
 
 def validate(config: Config, where: str) -> None:
-    """ConfigError with every problem, each after `where`, the file's name."""
+    """ConfigError with every problem, each with the prefix `where`, the file's name."""
     problems = list(problems_of(config))
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
 
 
 def problems_of(config: Config) -> Iterator[str]:
-    """A sentence for each thing that cannot be; each begins with the "section.key"."""
+    """A sentence for each problem; each begins with its "section.key"."""
     for section in dataclasses.fields(config):
         table = getattr(config, section.name)
         found = (
@@ -55,9 +55,9 @@ def problems_of(config: Config) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Iterator[str]:
-    """Keys that were changed and do nothing, by what the schema says that they need.
+    """A sentence for each key that was changed and has no effect.
 
-    A section's `enable` is a switch: what stands beside it may wait for it.
+    The keys beside a section's `enable` are exempt: they may be set while it is false.
     """
     values: dict[str, Any] = {
         f"{section}.{key}": value
@@ -73,18 +73,18 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The rank file that `model.tokenizer_path` means: the file, or a folder's tokenizer.model."""
+    """The rank file that `model.tokenizer_path` means: the file, or tokenizer.model in a folder."""
     file = Path(path).expanduser()
     return file / TOKENIZER_NAME if file.is_dir() else file
 
 
 def missing_tokenizer(path: str) -> Iterator[str]:
-    """A sentence if `model.tokenizer_path` names no file."""
+    """A sentence if `model.tokenizer_path` is set and there is no such file."""
     if path and not tokenizer_file(path).is_file():
         yield (
-            f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the model's "
-            "tiktoken rank file there (for Llama 3, the original/tokenizer.model of its model "
-            "repository), or set the key to where it is, or to a folder that contains "
+            f"model.tokenizer_path: there is no file {str(tokenizer_file(path))!r}. Put the "
+            "model's tiktoken rank file there (for Llama 3, the original/tokenizer.model of its "
+            "model repository), or set the key to where it is, or to a folder that contains "
             f"{TOKENIZER_NAME}. {_EMBEDDED}"
         )
 
@@ -97,7 +97,7 @@ def _missing_files(config: Config) -> Iterator[str]:
     for index, source in enumerate(config.data.sources):
         for path in source.path:
             file = Path(path).expanduser()
-            # the first match only: loops of symbolic links give it more than can be listed
+            # the first match is enough; loops of symbolic links can have endlessly many
             if not (file.exists() or any(glob.iglob(str(file), recursive=True))):
                 yield (
                     f"data.sources[{index}].path: nothing matches {path!r}. Put your {source.type} "

@@ -1,7 +1,7 @@
 """From a command line to a Config: the file, `--section.key value` overrides, strict types.
 
 Owns parsing. A mistake raises ConfigError, which names the key and where it stands. Next:
-`checks.py`, for what types cannot say.
+`checks.py`, for the checks that types cannot make.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def config_from_dict(data: Mapping[str, Any], where: str) -> Config:
 
 
 def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config saved by an older release, with the names and keys of today.
+    """The tables of a config that an older release saved, with the names and keys of today.
 
-    The rules' options stood in [optimizer] itself. Keys that are gone are left out, and keys that
-    came since have their defaults.
+    In older releases the rules' options stood in [optimizer] itself. Keys that no longer exist are
+    left out, and keys that are new have their defaults.
     """
     tables = {section: dict(table) for section, table in saved.items()}
     optimizer = tables.get("optimizer", {})
@@ -104,7 +104,7 @@ def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys_of(default: Options, table: Mapping[str, Any]) -> dict[str, Any]:
-    """What `table` has of the keys of `default`, and the default of what it lacks."""
+    """The keys of `default`: the values that `table` has, and the defaults of the others."""
     return {
         key: table.get(key, getattr(default, key))
         for key in hints_of(type(default))
@@ -145,7 +145,7 @@ def _config_from(tables: Mapping[str, Any], where: Where) -> Config:
 
 
 def _optimizer_from(table: Mapping[str, Any], where: Where) -> OptimizerConfig:
-    """[optimizer], whose rule has a table of its own, [optimizer.NAME]."""
+    """[optimizer], with its rule from the rule's own table, [optimizer.NAME]."""
     own = {key: value for key, value in table.items() if key not in RULES}
     rules = {key: value for key, value in table.items() if key in RULES}
     config: OptimizerConfig = _from_table(OptimizerConfig, own, "optimizer", where)
@@ -181,7 +181,7 @@ def _from_table(cls: type[Any], table: Mapping[str, Any], prefix: str, where: Wh
 
 
 def _convert(value: Any, hint: Any, name: str, where: Where) -> Any:
-    """`value` as the type `hint`, strictly: an int is a float, and a single value a list of one."""
+    """`value` as the type `hint`, strictly: an int may be a float, and one value a list of one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
@@ -242,7 +242,7 @@ def split_arguments(argv: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _override(tables: dict[str, Any], name: str, text: str) -> None:
-    """Set the key `name` of the nested tables to what `text` means."""
+    """Set the key `name` of the nested tables to the value that `text` means."""
     hints = key_hints()
     if name not in hints:
         section = name.partition(".")[0]
@@ -254,12 +254,13 @@ def _override(tables: dict[str, Any], name: str, text: str) -> None:
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            return  # the file's mistake: told when it is converted
+            # a mistake of the file, which the conversion reports
+            return
     table[key] = _parse_value(text, hints[name], name)
 
 
 def _parse_value(text: str, hint: Any, name: str) -> Any:
-    """An override's text as a TOML value, or as text where the key takes text alone."""
+    """An override's text as a TOML value, or as it is where the key takes nothing but text."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if union else (hint,)
     if type(None) in options and text.lower() == "none":

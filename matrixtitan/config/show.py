@@ -15,7 +15,7 @@ from matrixtitan.rules import RULES
 
 
 def tables(config: Config) -> dict[str, dict[str, Any]]:
-    """{"section": {"key": value}}; the rule's options stand in a table of its name."""
+    """{"section": {"key": value}}; the options of the rule stand in a table of its name."""
     found = dataclasses.asdict(config)
     found["optimizer"][config.optimizer.name] = found["optimizer"].pop("rule")
     return found
@@ -45,7 +45,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # TOML escapes as JSON does, and DEL
+        # TOML escapes the same characters as JSON, and DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
@@ -57,7 +57,7 @@ def _toml_value(value: Any) -> str:
 
 
 def help_text() -> str:
-    """Every key with its type, default, range and meaning, and what it needs to act."""
+    """`--help`: every key with its type, default, range, meaning, and what it needs to act."""
     lines = [
         "usage: ./run_train.sh [--config NAME] [--section.key value ...] [--print-config]",
         "",
@@ -65,8 +65,10 @@ def help_text() -> str:
         "--print-config   print the resolved config and stop",
         "",
     ]
-    for name, cls in option_tables().items():
-        lines += [f"[{name}]", *_help_lines(name, cls), ""]
+    for header, cls in option_tables().items():
+        # a key of a table in a list is no option of its own: the list is overridden as a whole
+        prefix = "" if header.startswith("[[") else f"--{header.strip('[]')}."
+        lines += [header, *_help_lines(prefix, cls), ""]
     return "\n".join(lines)
 
 
@@ -74,27 +76,31 @@ def option_tables() -> dict[str, type[Options]]:
     """Every table that a file may have, by its TOML header."""
     found: dict[str, type[Options]] = {}
     for section, cls in hints_of(Config).items():
-        found[section] = cls
+        found[f"[{section}]"] = cls
+        for key, hint in hints_of(cls).items():
+            (item, *_) = typing.get_args(hint) or (None,)
+            if typing.get_origin(hint) is tuple and dataclasses.is_dataclass(item):
+                found[f"[[{section}.{key}]]"] = typing.cast(type[Options], item)
         if section == "optimizer":
-            found |= {f"optimizer.{name}": rule for name, rule in RULES.items()}
+            found |= {f"[optimizer.{name}]": rule for name, rule in RULES.items()}
     return found
 
 
-def _help_lines(table: str, cls: type[Options]) -> Iterator[str]:
+def _help_lines(prefix: str, cls: type[Options]) -> Iterator[str]:
     for option in dataclasses.fields(cls):
         if "doc" not in option.metadata:
             continue
         kind = type_name(hints_of(cls)[option.name])
         default = "none" if option.default is None else _toml_value(option.default)
         bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
-        yield f"  --{table}.{option.name}  ({kind}{bounds}, default {default})"
+        yield f"  {prefix}{option.name}  ({kind}{bounds}, default {default})"
         yield f"      {option.metadata['doc']}"
         if option.metadata["needs"]:
             yield f"      acts with {option.metadata['needs']}"
 
 
 def type_name(hint: Any) -> str:
-    """A type as a user writes of it."""
+    """A type in the words of `--help`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(option) for option in arguments)
@@ -114,27 +120,36 @@ def markdown() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a config file. This page is generated from the code:",
+        "Every key of a config file. This page is generated from the code by",
         "`python -m matrixtitan.config > docs/configuration.md`.",
         "",
-        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any key can",
-        "be overridden on the command line: `--section.key value`. Text keys take the text as it is; other",
-        "values are TOML:",
+        "A run reads one TOML file. `--config` takes a path, or a name in `train_configs/`. Any "
+        "key can",
+        "be overridden on the command line: `--section.key value`. Text keys take the text as it "
+        "is;",
+        "other values are TOML. A list of tables is overridden as a whole:",
         "",
         "```",
-        './run_train.sh --config debug --optimizer.tail_betas "[0.9, 0.98]"',
+        './run_train.sh --config debug --optimizer.tail_betas "[0.9, 0.98]" \\',
+        """    --data.sources '[{type = "jsonl", path = "corpus/*.jsonl.gz"}]'""",
         "```",
         "",
-        "- An unknown key, a wrong type, a value out of range, or an impossible combination is refused",
+        "- An unknown key, a wrong type, a value out of range, or an impossible combination is "
+        "refused",
         "  before any process starts.",
-        "- A key that was changed and has no effect is refused too. The column *acts with* says what it",
-        "  needs. The keys of a section that has an `enable` key wait for that switch.",
-        "- `--print-config` prints what a command line comes to. `--help` prints this page as text.",
+        "- A key that was changed and has no effect is refused too. The column *acts with* says "
+        "which",
+        "  other key it needs. The keys of a section that has an `enable` key may be set while it "
+        "is",
+        "  false.",
+        "- `--print-config` prints the config that a command line results in. `--help` prints "
+        "this page",
+        "  as text.",
         "- The resolved config is saved as `config.toml` in the run's folder.",
         "",
     ]
-    for name, cls in option_tables().items():
-        lines += [f"## [{name}]", "", "| key | type | default | meaning | acts with |"]
+    for header, cls in option_tables().items():
+        lines += [f"## {header}", "", "| key | type | default | meaning | acts with |"]
         lines += ["|---|---|---|---|---|", *_markdown_rows(cls), ""]
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
-"""What a trainer calls: batches of the training stream from any place on, and the held-out batches.
+"""What the trainer calls: the training batches from any place on, and the held-out batches.
 
-Owns turning the config's sources into streams, and the checks of their sizes. The state of the loader is one number,
-the index of the next window of the stream: the global batch of step s (from 1) is windows [(s - 1) * G, s * G) for
-every number of ranks, microbatches and workers. Never a collective. Next file: `dataset.py`.
+Turns the config's sources into streams, and checks their sizes. The state of the loader is one
+number, the index of the next window of the stream. The global batch of step s (from 1) is windows
+[(s - 1) G, s G), G being training.global_batch_size, at any number of ranks, microbatches and
+workers. Calls no collective. Next: `dataset.py`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from matrixtitan.config import Config, DataConfig, DataSource
 from matrixtitan.data.dataset import RankBatches, Windows
 from matrixtitan.data.prepare import TextSource, cached_shards
 from matrixtitan.data.shards import Split, TokenStream, read_header
-from matrixtitan.data.sources import find_files
+from matrixtitan.data.sources import SOURCE_TYPES, find_files
 from matrixtitan.data.tokenizer import Tokenizer
 from matrixtitan.log import get_logger
 from matrixtitan.ranks import split_batch
 
 logger = get_logger()
 
-_ORDER_VERSION = 1  # raised when the same data and settings would give another stream
+# to be raised when the same data and settings would give another stream
+_ORDER_VERSION = 1
 _PREFETCH_BATCHES = 4  # per worker
 
 
 class SourceStreams(NamedTuple):
-    """One source's two streams; its name is its key in the config."""
+    """The two streams of a source; `key` is its name in the config."""
 
     key: str
     weight: float
@@ -42,11 +44,11 @@ class SourceStreams(NamedTuple):
 
 
 def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
-    """The streams of every source, tokenised first where they are not yet. All processes may call this at once."""
-    if not data.sources:
-        raise ValueError(
-            'data.sources is empty: name at least one source, such as {type = "python_stdlib"}'
-        )
+    """The streams of every source, tokenised here unless data.cache_dir has them already.
+
+    Any number of processes may call this at once.
+    """
+    data.require("data.")
     return [
         _open_source(f"data.sources[{number}]", source, data, tokenizer)
         for number, source in enumerate(data.sources)
@@ -56,11 +58,7 @@ def open_sources(data: DataConfig, tokenizer: Tokenizer) -> list[SourceStreams]:
 def _open_source(
     key: str, source: DataSource, data: DataConfig, tokenizer: Tokenizer
 ) -> SourceStreams:
-    if not source.weight > 0:
-        raise ValueError(
-            f"{key}: weight {source.weight} must be above 0; to leave the source out, remove it"
-        )
-    if source.type == "shards":
+    if SOURCE_TYPES[source.type].records is None:
         paths = find_files("shards", source.path, key)
         logger.info("%s: %s files", key, f"{len(paths):,}")
     else:
@@ -87,10 +85,11 @@ def build_dataloader(
     dp_world_size: int,
     start_window: int = 0,
 ) -> StatefulDataLoader:
-    """Endless (tokens, labels) of rank `dp_rank`, each (local batch size, seq_len) int64, from `start_window` on.
+    """Endless batches (tokens, labels) of rank `dp_rank`, from `start_window` on.
 
-    To resume, build a new one from the index of the next window. ValueError for data that is too small for a global
-    batch without repeats, and where the ranks cannot share a global batch.
+    Both are (local batch size, seq_len) int64. To resume, build a new loader from the index of the
+    next window. ValueError for a source that is so small that a global batch would repeat some of
+    it, and where the ranks cannot share a global batch.
     """
     training = config.training
     split = split_batch(training, dp_world_size)
@@ -120,7 +119,8 @@ def build_dataloader(
 def _prefetching(batches: RankBatches, config: Config) -> StatefulDataLoader:
     workers = config.data.num_workers
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital")  # torch's word to torchdata
+        # torchdata makes torch warn
+        warnings.filterwarnings("ignore", message=".*set_vital")
         return StatefulDataLoader(
             batches,
             batch_size=None,
@@ -128,17 +128,18 @@ def _prefetching(batches: RankBatches, config: Config) -> StatefulDataLoader:
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             worker_init_fn=_outlive_preemption if config.checkpoint.enable else None,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # its own, so that nothing is drawn from the training's
-            snapshot_every_n_steps=1
-            << 30,  # the state is the window index, which the trainer counts
+            # a generator of its own, so that the loader draws nothing from training's
+            generator=torch.Generator(),
+            # never: the state is the window index, which the trainer counts
+            snapshot_every_n_steps=1 << 30,
         )
 
 
 def _outlive_preemption(worker: int) -> None:
-    """In a worker: the first SIGTERM is not for it, the second ends it.
+    """In a worker: ignore the first SIGTERM; the second ends it.
 
-    torchrun and Slurm send it to whole process groups, of which the rank alone knows what to do: it goes on to the end
-    of its step and saves (`checkpoint/preemption.py`). Workers end with it.
+    torchrun and Slurm send SIGTERM to whole process groups. The rank then goes on to the end of its
+    step and saves (`checkpoint/preemption.py`), and needs its workers until it ends.
     """
 
     def end_at_the_next(number: int, frame: FrameType | None) -> None:
@@ -151,18 +152,16 @@ def _outlive_preemption(worker: int) -> None:
 def build_validation_loader(
     config: Config, sources: Sequence[SourceStreams], dp_rank: int, dp_world_size: int
 ) -> RankBatches:
-    """The held-out batches of rank `dp_rank`; iterate it anew for each validation: the windows are always the same.
+    """The held-out batches of rank `dp_rank`. Iterate them anew for each validation.
 
-    They are the first validation.steps * training.global_batch_size windows of the held-out stream (all of it for
-    -1), at any world size and batch size; none comes twice. Each rank makes `num_batches` batches, in which
-    `num_windows` rows in all have labels; sum losses and counts of labels over ranks for the token mean. ValueError
+    They are the first validation.steps * training.global_batch_size windows of the held-out stream
+    (all of it for -1). The windows are the same at every validation, world size and batch size, and
+    no window comes twice. Each rank makes `num_batches` batches. Over all ranks `num_windows` rows
+    have labels: sum losses and counts of labels over the ranks for the mean per token. ValueError
     if nothing is held out.
     """
     training, validation = config.training, config.validation
-    if validation.steps == 0 or validation.steps < -1:
-        raise ValueError(
-            f"validation.steps {validation.steps} must be at least 1, or -1 for all held-out data"
-        )
+    validation.require("validation.")
     usable = [source for source in sources if source.validation.num_windows(training.seq_len)]
     if not usable:
         raise ValueError(
@@ -208,9 +207,9 @@ def build_validation_loader(
 def stream_fingerprint(
     config: Config, tokenizer: Tokenizer, sources: Sequence[SourceStreams]
 ) -> dict[str, Any]:
-    """All that decides which window has which index, as JSON values: a resume is exact where it is equal.
+    """What decides which window has which index, as JSON values. A resume is exact if it is equal.
 
-    By content: moving the files, or another cache, changes nothing.
+    Sources count by content: moving the files, or another cache, changes nothing.
     """
     return {
         "order_version": _ORDER_VERSION,
@@ -251,7 +250,7 @@ def _check_sizes(
 
 
 def _describe(sources: Sequence[SourceStreams], windows: Windows, wanted: int) -> None:
-    """Sizes, and how often the run goes through each source: nothing repeats silently."""
+    """Log the sizes, and how often the run reads each source, so that nothing repeats unnoticed."""
     order = windows.order
     for number, (source, size) in enumerate(zip(sources, order.sizes, strict=True)):
         share = order.turns[number] / sum(order.turns)

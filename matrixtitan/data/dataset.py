@@ -1,7 +1,7 @@
 """Windows of tokens by their place in the stream, and the batches of one rank.
 
-Owns the mapping (step, microbatch, rank, row) -> window that is the same at any number of ranks and of loader
-workers. Its only state is the index of the first window. Next file: `dataloader.py`.
+Owns the mapping (step, microbatch, rank, row) -> window. It is the same at any number of ranks and
+of loader workers, and its only state is the index of the first window. Next: `dataloader.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from matrixtitan.data.order import WindowOrder
 from matrixtitan.data.shards import TokenStream
 
 IGNORE_INDEX = -100
-"""The label of a position that counts for nothing."""
+"""The label of a position without a target, which counts for nothing in the loss."""
 
 
 class Windows:
-    """The endless stream of windows of a mixture of token streams, each window (seq_len + 1,) int64."""
+    """The endless stream of windows of several sources; a window is (seq_len + 1,) int64."""
 
     def __init__(
         self, streams: Sequence[TokenStream], weights: Sequence[float], seq_len: int, seed: int
@@ -39,11 +39,14 @@ class Windows:
 class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches of rank `dp_rank`: (tokens, labels), each (local_batch_size, seq_len) int64.
 
-    A round is `num_windows` windows, shared out among N ranks: batch k of a round holds its windows
-    k * B * N + dp_rank * B + [0, B), for B rows a rank. Every rank makes `num_batches` batches of a round, as many as
-    hold it all. Rows over its end are padding: token 0, and IGNORE_INDEX for labels. There is one round, from
-    `start_window` on, or with `endless` one after another: a round is a training step then. In a loader with workers
-    each makes every W-th batch, which the loader puts in order.
+    A round is `num_windows` windows, shared out among the N ranks. With B rows per rank, batch k of
+    a round holds its windows k B N + dp_rank B + [0, B). Every rank makes `num_batches` batches of
+    a round, which is enough for all windows. Rows beyond the end of the round are padding: token 0,
+    and IGNORE_INDEX as label.
+
+    There is one round, from `start_window` on. With `endless` one round follows the other: each is
+    then a training step. In a loader with W workers, each worker makes every W-th batch, and the
+    loader puts the batches in order.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
 
     @property
     def num_batches(self) -> int:
-        """Batches of each rank in a round."""
+        """Number of batches that each rank makes in a round."""
         return -(-self.num_windows // self._stride)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -85,7 +88,8 @@ class RankBatches(IterableDataset[tuple[Tensor, Tensor]]):
     def _batch(self, number: int) -> tuple[Tensor, Tensor]:
         round_number, batch_number = divmod(number, self.num_batches)
         start = self.start_window + round_number * self.num_windows
-        first = batch_number * self._stride + self._offset  # row of the round
+        # in rows of the round
+        first = batch_number * self._stride + self._offset
         rows = range(first, min(first + self.local_batch_size, self.num_windows))
         tokens = torch.zeros(self.local_batch_size, self.windows.seq_len, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORE_INDEX)

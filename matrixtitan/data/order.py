@@ -1,7 +1,7 @@
-"""Which window comes when: pure functions of an index, so any place in the stream is reached at once.
+"""Which window comes when: pure functions of an index, so any place is reached at once.
 
-Owns the shuffle (a keyed permutation that needs no memory) and the mixture of weighted sources. Never reads a token.
-Next file: `dataset.py`.
+Owns the shuffle (a keyed permutation that needs no memory) and the mixture of weighted sources.
+Reads no token. Next: `dataset.py`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def make_key(*parts: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Where a shuffle of range(size) puts `index`; each `key` is another shuffle.
+    """The place of `index` in a shuffle of range(size); each `key` gives another shuffle.
 
-    A Feistel network on the bits of an index permutes the next power of two; an image outside of range(size) is
-    permuted again until one is inside (cycle walking; Black and Rogaway, 2002), under 2 rounds on average.
+    A Feistel network on the bits of an index permutes range(2^bits), the next power of two. A
+    result outside range(size) is permuted again until it is inside (cycle walking; Black and
+    Rogaway, 2002). This takes fewer than 2 rounds on average.
     """
     if not 0 <= index < size:
         raise IndexError(f"index {index} is not in range({size})")
@@ -60,7 +61,7 @@ def _feistel(value: int, bits: int, key: int) -> int:
 
 
 class Place(NamedTuple):
-    """A window of a source: the `window`-th of its stream, in its pass number `epoch`."""
+    """The window number `window` of a source, read for the (`epoch` + 1)-th time."""
 
     source: int
     window: int
@@ -68,12 +69,14 @@ class Place(NamedTuple):
 
 
 class WindowOrder:
-    """The endless sequence of windows of a mixture.
+    """The endless sequence of windows of a mixture of sources.
 
-    Sources take turns so that after any number of windows each had its share to within one or so; every source is
-    shuffled anew in each of its epochs, with a key of (seed, source, epoch).
+    Sources take turns so that after any number of windows each source has had its share, give or
+    take about one window. Every source is shuffled anew in each of its epochs, with a key made of
+    (seed, source, epoch).
 
-    Args: `sizes`: windows of each source, all at least 1. `weights`: relative, all above 0.
+    `sizes`: number of windows of each source, all at least 1. `weights`: relative to each other,
+    all above 0.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -84,9 +87,8 @@ class WindowOrder:
         self._offsets = [
             np.flatnonzero(self._source == source) for source in range(len(self.turns))
         ]
-        self._nth = np.empty(
-            len(self._source), dtype=np.int64
-        )  # how often its source came before in the period
+        # for each turn of the period, how often its source came before
+        self._nth = np.empty(len(self._source), dtype=np.int64)
         for offsets in self._offsets:
             self._nth[offsets] = np.arange(len(offsets))
 
@@ -101,16 +103,19 @@ class WindowOrder:
         )
 
     def first_repeat(self) -> int:
-        """Index of the first window that came before: some source's second epoch begins there."""
+        """Index of the first window that comes a second time.
+
+        The second epoch of a source begins there.
+        """
         return min(self._index_of(source, size) for source, size in enumerate(self.sizes))
 
     def _index_of(self, source: int, count: int) -> int:
-        """Index of the window that `count` windows of this source come before."""
+        """Index of the window of this source that `count` windows of the source precede."""
         period, nth = divmod(count, self.turns[source])
         return period * len(self._source) + int(self._offsets[source][nth])
 
     def most_in(self, count: int) -> list[int]:
-        """For each source, the most windows that it can have among `count` consecutive ones."""
+        """The most windows that each source can have among `count` consecutive windows."""
         period = sum(self.turns)
         whole, rest = divmod(count, period)
         if rest == 0:
@@ -124,8 +129,10 @@ class WindowOrder:
 
 
 def _turns(weights: Sequence[float]) -> list[int]:
-    """Turns of each source in a period, by largest remainder. ValueError for a
-    weight that is too small to have one."""
+    """Number of turns of each source in a period, by largest remainder.
+
+    ValueError for a weight that is too small for a single turn.
+    """
     if len(weights) == 1:
         return [1]
     total = sum(weights)
@@ -147,8 +154,10 @@ def _turns(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave(turns: Sequence[int]) -> np.ndarray:
-    """The source of each turn in a period: always the one that is furthest behind
-    its share (smooth round robin)."""
+    """The source of each turn in a period, by smooth round robin.
+
+    A turn goes to the source that is furthest behind its share.
+    """
     schedule = np.empty(sum(turns), dtype=np.int32)
     credit = np.zeros(len(turns), dtype=np.int64)
     gain = np.asarray(turns, dtype=np.int64)

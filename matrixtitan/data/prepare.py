@@ -1,8 +1,9 @@
-"""Text to token shards, once: on all cores, cached, complete or not there at all.
+"""Text to token shards: on all cores, once, with a cache.
 
-Owns tokenising a source into shards (training and held-out documents apart) and the cache of them. Never runs a
-collective: of the processes that want the same shards, the one that takes the lock makes them and the others wait on
-the lock, which the system frees if that one dies. Next file: `shards.py`.
+Owns tokenising a source into shards (training and held-out documents apart) and the cache of
+shards. Runs no collective: of the processes that want the same shards, one takes a file lock and
+makes them, and the others wait for the lock. If that process dies, the system frees the lock. Next:
+`shards.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from matrixtitan.data.shards import SPLITS, ShardWriter, Split, dtype_for
 from matrixtitan.data.sources import (
+    SOURCE_TYPES,
     BadRecord,
     Record,
     find_files,
@@ -45,15 +47,17 @@ OnBadRecord = Literal["error", "skip"]
 
 SHARD_TOKENS = 1 << 30
 _TASK_BYTES = 1 << 20
-_CACHE_VERSION = 3  # raised when the same text would give other shards
-_NAMED_SKIPS = 5  # bad records that are logged one by one; the others are only counted
+# to be raised when the same text would give other shards
+_CACHE_VERSION = 3
+# bad records that are logged with their message; the others are only counted
+_NAMED_SKIPS = 5
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text to tokenise. `key` is its name in messages, such as "data.sources[0]"."""
+    """Text to tokenise. `kind` is a key of SOURCE_TYPES, `key` the source's name in messages."""
 
-    kind: Literal["python_stdlib", "text", "jsonl"]
+    kind: str
     path: Sequence[str] = ()
     field: str = "text"
     key: str = "data.sources[0]"
@@ -61,9 +65,9 @@ class TextSource:
 
 @dataclass
 class Counts:
-    """What tokenising a source gave; `documents` and `tokens` are of (training, held-out).
+    """What was tokenised; `documents` and `tokens` are pairs (training, held-out).
 
-    `skipped` bad records and `empty` texts are in neither.
+    The `skipped` bad records and the `empty` texts count in neither.
     """
 
     documents: tuple[int, int]
@@ -72,7 +76,8 @@ class Counts:
     empty: int = 0
 
     def __str__(self) -> str:
-        text = f"{sum(self.documents):,} documents, {sum(self.tokens):,} tokens, {self.tokens[1]:,} of them held out"
+        documents, tokens, held_out = sum(self.documents), sum(self.tokens), self.tokens[1]
+        text = f"{documents:,} documents, {tokens:,} tokens, {held_out:,} of them held out"
         if self.skipped:
             text += f", {self.skipped:,} bad records skipped in all"
         if self.empty:
@@ -81,8 +86,10 @@ class Counts:
 
 
 class _Encoded(NamedTuple):
-    """Result of a task: its tokens, and where in them documents begin; what is before
-    belongs to the last document of the task before."""
+    """The tokens of a task, and where in them documents begin.
+
+    The tokens before the first start belong to the last document of the task before.
+    """
 
     tokens: np.ndarray
     starts: list[int]
@@ -92,7 +99,7 @@ class _Encoded(NamedTuple):
 
 
 def split_of(document: int, validation_fraction: float) -> Split:
-    """Every 1/fraction-th document is held out, whatever the documents are."""
+    """Every (1 / fraction)-th document is held out, whatever is in it."""
     held_out = math.floor((document + 1) * validation_fraction) > math.floor(
         document * validation_fraction
     )
@@ -109,17 +116,19 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     num_threads: int | None = None,
 ) -> Counts:
-    """Write the shards of `source` into the existing `folder`: `train-*.bin` and `validation-*.bin`.
+    """Write the shards of `source` into the existing `folder`, as `<split>-<number>.bin`.
 
-    Each document is BOS, its tokens, EOS (one mark between documents where the tokenizer's BOS and EOS are the same).
-    The result does not depend on the number of threads. ValueError, naming file and line, at the first bad record
-    unless they are to be skipped; of the standard library, files that are not UTF-8 are always left out. Empty texts
-    are left out and counted: they are no documents, so the share of held-out documents is that of the others.
+    Each document is BOS, its tokens, EOS. If the tokenizer's BOS and EOS are the same, one mark
+    stands between documents. The result does not depend on the number of threads.
+
+    ValueError, naming file and line, at the first bad record, unless bad records are to be skipped.
+    Of the standard library, files that are not UTF-8 are always skipped. Empty texts are left out
+    and counted. They are no documents, so the share of held-out documents is that of the others.
     ValueError if no text is left.
     """
     files = find_files(source.kind, source.path, source.key)
     logger.info("%s: tokenising %s files", source.key, f"{len(files):,}")
-    skip = on_bad_record == "skip" or source.kind == "python_stdlib"
+    skip = on_bad_record == "skip" or SOURCE_TYPES[source.kind].skips_bad_records
     dtype = dtype_for(tokenizer.n_words)
     writers = {
         split: ShardWriter(folder, split, tokenizer.fingerprint, dtype, shard_tokens)
@@ -132,9 +141,9 @@ def tokenize(
 
     num_documents = skipped = empty = 0
     split: Split = "train"
-    tasks = _tasks(read_records(source.kind, files))
+    tasks = _tasks(read_records(source.kind, files, source.field))
     for encoded in _in_order(encode, tasks, num_threads or len(os.sched_getaffinity(0))):
-        # The first piece goes on with the last document of the task before, in that one's split.
+        # The first piece belongs to the last document of the task before, and to its split.
         parts: dict[Split, list[np.ndarray]] = {name: [] for name in SPLITS}
         documents = dict.fromkeys(SPLITS, 0)
         for number, piece in enumerate(np.split(encoded.tokens, encoded.starts)):
@@ -169,7 +178,7 @@ def tokenize(
 
 
 def _tasks(records: Iterable[Record | BadRecord]) -> Iterator[list[Record | BadRecord]]:
-    """Records in lots that are worth a thread's while."""
+    """Records in lots that are large enough for a task."""
     lot: list[Record | BadRecord] = []
     num_bytes = 0
     for record in records:
@@ -187,7 +196,7 @@ def _in_order(
     tasks: Iterable[list[Record | BadRecord]],
     num_threads: int,
 ) -> Iterator[_Encoded]:
-    """Results of `encode` on every task, in order, with a bounded number of tasks under way."""
+    """The results of `encode` for every task, in order; a bounded number of tasks is in flight."""
     pending: deque[Future[_Encoded]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         try:
@@ -228,13 +237,14 @@ def _encode(
         except BadRecord as error:
             if not skip:
                 raise ValueError(
-                    f'{source.key}: {error}. To leave such records out: data.on_bad_record = "skip" '
-                    "(of prepare_data: --on-bad-record skip)"
+                    f"{source.key}: {error}. To leave such records out: data.on_bad_record = "
+                    '"skip" (of prepare_data: --on-bad-record skip)'
                 ) from None
             skipped.append(str(error))
             if isinstance(record, BadRecord) or (record.begins and record.ends):
                 continue
-            tokens = np.empty(0, dtype)  # a piece of a longer document, which keeps its marks
+            # a piece of a longer document, which keeps its marks
+            tokens = np.empty(0, dtype)
         if record.begins:
             starts.append(num_tokens)
         marked = [bos] * record.begins + [tokens] + [eos] * record.ends
@@ -243,7 +253,7 @@ def _encode(
     return _Encoded(np.concatenate(parts), starts, skipped, num_empty, num_bytes)
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def cached_shards(
@@ -254,9 +264,10 @@ def cached_shards(
     validation_fraction: float,
     on_bad_record: OnBadRecord = "error",
 ) -> list[Path]:
-    """Shards of `source`, made on the first call for these files and this tokenizer, found on later ones.
+    """The shards of `source`: made by the first call for these files and this tokenizer.
 
-    Any number of processes may call this at once. ValueError for bad records, RuntimeError if the cache cannot be used.
+    Later calls find them. Any number of processes may call this at once. ValueError for bad records
+    and for a cache that cannot be written.
     """
     cache_dir = cache_dir.expanduser()
     files = find_files(source.kind, source.path, source.key)
@@ -264,7 +275,8 @@ def cached_shards(
     ready = cache_dir / name
     if not ready.is_dir():
         with _lock(cache_dir, name, source.key):
-            if not ready.is_dir():  # another process may have made it while this one waited
+            # another process may have made the shards while this one waited
+            if not ready.is_dir():
                 _fill_cache(source, tokenizer, ready, validation_fraction, on_bad_record)
     counts = Counts(**json.loads((ready / "counts.json").read_text()))
     logger.info("%s: %s files, %s; kept in %s", source.key, f"{len(files):,}", counts, ready)
@@ -278,12 +290,14 @@ def _fill_cache(
     validation_fraction: float,
     on_bad_record: OnBadRecord,
 ) -> None:
-    """Under the lock: what an interrupted process left is removed; the folder gets
-    its name when all is in it."""
+    """Make the cache entry `ready`, under its lock. It gets its name when all shards are in it.
+
+    What an interrupted process left is removed first.
+    """
     building = ready.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
     try:
+        building.mkdir()
         counts = tokenize(
             source,
             tokenizer,
@@ -293,6 +307,12 @@ def _fill_cache(
         )
         (building / "counts.json").write_text(json.dumps(asdict(counts)))
         building.rename(ready)
+    # of writing; a file that cannot be read is a bad record
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir: cannot write in {ready.parent} ({error}); free space, or set it to "
+            "another folder"
+        ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -304,7 +324,9 @@ def _cache_name(
     validation_fraction: float,
     on_bad_record: OnBadRecord,
 ) -> str:
-    """32 hex digits of all that the shards depend on; files by path, size and time of change."""
+    """32 hex digits, from all that the shards depend on; files count by path, size and time of
+    change.
+    """
     digest = hashlib.sha256()
     settings = (
         _CACHE_VERSION,
@@ -315,9 +337,8 @@ def _cache_name(
         on_bad_record,
     )
     digest.update(repr(settings).encode())
-    if (
-        source.kind == "python_stdlib"
-    ):  # alike on all machines with this interpreter, whenever it was installed
+    if source.kind == "python_stdlib":
+        # alike on all machines with this interpreter, whenever it was installed
         digest.update(platform.python_version().encode())
         files_below = (
             (str(file.relative_to(stdlib_folder())), file.stat().st_size, 0) for file in files
@@ -331,8 +352,10 @@ def _cache_name(
 
 @contextmanager
 def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
-    """Hold the file lock of a cache entry; the system frees it if this process dies, so that nobody waits for the
-    dead."""
+    """Hold the file lock of a cache entry.
+
+    The system frees it if this process dies, so nobody waits for a dead process.
+    """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         file = (cache_dir / f"{name}.lock").open("w")
@@ -360,14 +383,13 @@ def _lock(cache_dir: Path, name: str, key: str) -> Iterator[None]:
 
 
 class _Progress:
-    """How far the work on a source is: bytes, with a bar where their sum is known, and tokens."""
+    """Progress on a source: bytes and tokens, with a bar if the total of bytes is known."""
 
     def __init__(self, label: str, files: Sequence[Path]) -> None:
         self._label = label
         plain = all(file.suffix != ".gz" for file in files)
-        self._total = (
-            sum(file.stat().st_size for file in files) if plain else None
-        )  # unknown before unpacking
+        # unknown where files must be unpacked
+        self._total = sum(file.stat().st_size for file in files) if plain else None
         self._done = 0
         self._started = time.monotonic()
         self._bar = ProgressBar(line_seconds=15.0)

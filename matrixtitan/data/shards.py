@@ -1,10 +1,12 @@
-"""The token shard file: a header of 256 bytes, then the token ids as little-endian uint16 or uint32.
+"""The token shard: a file with a header of 256 bytes, then token ids in uint16 or uint32.
 
-Owns the format, its checks, and the view of several shards as one stream of tokens (memory-mapped: opening is instant
-and processes share the pages). Never decides which token goes where. Next file: `order.py`.
+Owns the format, its checks, and the view of several shards as one stream of tokens. Shards are
+memory-mapped, so opening is instant and processes share the pages. Does not decide which token goes
+where. Next: `order.py`.
 
-The header: magic, version, bytes a token, split (0 training, 1 held out), token count, document count, the tokenizer's
-fingerprint and the SHA-256 of the tokens.
+The header: magic, version, bytes per token, split (0 training, 1 held out), number of tokens,
+number of documents, the tokenizer's fingerprint, and the SHA-256 of the tokens. All numbers and
+token ids are little-endian.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class ShardHeader(NamedTuple):
     split: Split
     num_tokens: int
     num_documents: int
-    tokenizer: str  # its fingerprint, 64 hex digits
+    # the tokenizer's fingerprint, 64 hex digits
+    tokenizer: str
     content: str  # SHA-256 of the tokens, 64 hex digits
 
     def to_bytes(self) -> bytes:
@@ -62,7 +65,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def read_header(path: Path) -> ShardHeader:
-    """ValueError, naming the file, if it is not a whole shard of this format."""
+    """The header of a shard. ValueError, naming the file, if it is not a whole shard."""
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
@@ -85,9 +88,10 @@ def read_header(path: Path) -> ShardHeader:
 
 
 class ShardWriter:
-    """Appends tokens of one split to `folder/<split>-00000.bin`, and on to the next file after `max_tokens`.
+    """Appends the tokens of one split to `folder/<split>-00000.bin`, -00001.bin and so on.
 
-    A file is complete once its header is written, which is last; no token, no file.
+    A file has at most `max_tokens` tokens. Its header is written last and makes it complete.
+    Without any token no file is made.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class ShardWriter:
         self._digest = hashlib.sha256()
 
     def append(self, tokens: np.ndarray, num_documents: int) -> None:
-        """`tokens` is (T,), of whole documents or pieces, `num_documents` of which begin here."""
+        """Append `tokens`, (T,): documents or pieces of them. `num_documents` documents begin here."""
         self.num_tokens += len(tokens)
         self.num_documents += num_documents
         while len(tokens):
@@ -117,7 +121,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """Complete the current file on the disk."""
+        """Complete the current file, on the disk."""
         if self._file is None:
             return
         header = ShardHeader(
@@ -152,9 +156,9 @@ class ShardWriter:
 
 
 class TokenStream:
-    """The tokens of several shards, one after the other, as one sequence.
+    """The tokens of several shards, one shard after the other, as one sequence.
 
-    ValueError if a shard was made by another tokenizer than that of `fingerprint`.
+    ValueError if another tokenizer than that of `fingerprint` made a shard.
     """
 
     def __init__(self, paths: Sequence[Path], fingerprint: str) -> None:
@@ -179,16 +183,18 @@ class TokenStream:
         self._starts = [0, *itertools.accumulate(len(shard) for shard in self._shards)]
 
     def __reduce__(self) -> tuple[type[TokenStream], tuple[list[Path], str]]:
-        """A loader's worker opens the files again: a pickled memory map would be a copy
-        of all the tokens."""
+        """A loader's worker opens the files again: a pickled map would be a copy of all tokens."""
         return TokenStream, self._arguments
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def num_windows(self, seq_len: int) -> int:
-        """Windows of seq_len + 1 tokens, each beginning with the last token of the one
-        before; the rest is left out."""
+        """Number of windows of seq_len + 1 tokens.
+
+        Each window begins with the last token of the window before. What is left at the end is not
+        read.
+        """
         return max(0, (len(self) - 1) // seq_len)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -214,8 +220,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def _map_tokens(path: Path, header: ShardHeader) -> np.ndarray:
     """The tokens of a shard as a read-only memory map, which ends when nothing refers to it.
 
-    Not np.memmap: Python's mmap keeps a file descriptor for each map (from 3.13 on it need not), so that a corpus of
-    more shards than `ulimit -n` could not be opened. The system call itself needs the descriptor only while it runs.
+    Python's mmap, and so np.memmap, keeps a file descriptor for each map (from 3.13 on it need
+    not). A corpus of more shards than `ulimit -n` could then not be opened. The system call itself
+    needs the descriptor only while it runs.
     """
     num_bytes = HEADER_BYTES + header.num_tokens * header.dtype.itemsize
     with path.open("rb") as file:

@@ -1,9 +1,12 @@
 """Text to token ids and back, by tiktoken, from a rank file.
 
-Owns the reading of rank files (a base64 token and its rank a line: the format of Llama 3's `tokenizer.model` and of
-GPT's `.tiktoken` files), how each splits text into words, the special tokens that go with it, and the small tokenizer
-that ships with the package. A rank file says nothing but tokens: a known family is told by its number of ranks, a file
-of `tools/train_tokenizer.py` by the mark beside it, and any other by the user. Never downloads anything. Next file:
+A rank file has a base64 token and its rank in each line: the format of Llama 3's `tokenizer.model`
+and of GPT's `.tiktoken` files. It contains nothing but tokens, so how it splits text into words,
+and its special tokens, must come from elsewhere. A known family is recognised by its number of
+ranks. A file of `tools/train_tokenizer.py` has a mark beside it. For any other file the user names
+the pattern.
+
+Owns all of this, and the small tokenizer that ships with the package. Downloads nothing. Next:
 `sources.py`.
 """
 
@@ -22,7 +25,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from matrixtitan.config import EMBEDDED_OVERRIDES, tokenizer_file
+from matrixtitan.config import missing_tokenizer, tokenizer_file
+from matrixtitan.options import not_one_of
 
 EMBEDDED_PATH = Path(__file__).parent / "assets" / "python_4096.tiktoken"
 
@@ -59,19 +63,20 @@ PATTERNS = {
     # Llama 3's with digits one by one: https://huggingface.co/Qwen/Qwen2-0.5B (tokenizer.json)
     "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
-"""What `model.tokenizer_pattern` may name. Names alone, since tiktoken drops without a word what a regular expression
-does not match: an expression of a user's own could lose text."""
+"""What `model.tokenizer_pattern` may name. A user cannot give a regular expression of their own:
+tiktoken silently drops text that an expression does not match.
+"""
 
 _TRAINER = "tools/train_tokenizer.py"
 
-# tiktoken's regex overflows its stack on a very long run of one character class, so such runs are cut.
+# The regex engine of tiktoken overflows its stack on a very long run of one character class.
 _LONGEST_RUN = 25_000
 _LONG_RUN = re.compile(rf"\S{{{_LONGEST_RUN}}}|\s{{{_LONGEST_RUN}}}")
 
 
 @dataclass(frozen=True)
 class Family:
-    """How rank files of one origin split text, and which special tokens come with them ({text: id})."""
+    """How the rank files of one origin split text, and their special tokens ({text: id})."""
 
     name: str
     pattern: str
@@ -81,7 +86,7 @@ class Family:
 
 
 def _llama3_special_tokens(first_id: int) -> dict[str, int]:
-    """Llama 3's 256: ten with these ten places, the others reserved."""
+    """Llama 3's 256 special tokens: ten have names, in these places; the others are reserved."""
     reserved = [f"<|reserved_special_token_{number}|>" for number in range(251)]
     names = [
         "<|begin_of_text|>",
@@ -95,7 +100,7 @@ def _llama3_special_tokens(first_id: int) -> dict[str, int]:
 
 
 def _family_of(num_ranks: int) -> Family | None:
-    """The published family that has so many ranks; None if none has."""
+    """The published family that has this number of ranks, or None."""
     gpt = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
     if num_ranks == 128_000:
         return Family(
@@ -105,10 +110,8 @@ def _family_of(num_ranks: int) -> Family | None:
             "<|begin_of_text|>",
             "<|end_of_text|>",
         )
-    if num_ranks in (
-        50_256,
-        50_280,
-    ):  # GPT-2 and r50k; p50k, which leaves room for the token at the same place
+    # GPT-2 and r50k; p50k, whose ranks leave out the id of the special token
+    if num_ranks in (50_256, 50_280):
         return Family("gpt2", _GPT2_PATTERN, {"<|endoftext|>": 50_256}, **gpt)
     if num_ranks == 100_256:
         special = {"<|endoftext|>": 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259}
@@ -122,16 +125,16 @@ def _family_of(num_ranks: int) -> Family | None:
 
 
 def _other_family(num_ranks: int, pattern: str) -> Family:
-    """BOS and EOS after the last rank: `tools/train_tokenizer.py`'s files, and any whose pattern a user names."""
+    """The family of a rank file that is of no published one: BOS and EOS follow the last rank."""
     special = {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
     return Family("small", PATTERNS[pattern], special, "<|begin_of_text|>", "<|end_of_text|>")
 
 
 class Tokenizer:
-    """Byte-level BPE over `ranks` ({token bytes: id, which is its merge priority too}).
+    """Byte-level BPE over `ranks` ({token bytes: id}; the id is its merge priority too).
 
-    Special tokens in a text are ordinary text: no document can forge an end of text. `n_words` (= `vocab_size`) is the
-    least vocabulary that a model needs.
+    Special tokens in a text are encoded as ordinary text, so no document can forge an end of text.
+    `n_words` (= `vocab_size`) is the smallest vocabulary that a model needs.
     """
 
     def __init__(self, ranks: dict[bytes, int], family: Family, path: str = "") -> None:
@@ -154,7 +157,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits, a function of all that decides how a text is encoded."""
+        """64 hex digits, computed from all that decides how a text is encoded."""
         digest = hashlib.sha256(
             repr((self.family.pattern, sorted(self.family.special_tokens.items()))).encode()
         )
@@ -164,12 +167,11 @@ class Tokenizer:
         return digest.hexdigest()
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Token ids of `text`, with BOS before and EOS after where asked for."""
+        """Token ids of `text`, with BOS before and EOS after it where asked for."""
         return [self.bos_id] * bos + self.encode_array(text).tolist() + [self.eos_id] * eos
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of `text` as (T,) uint32. Most of the work is outside the
-        interpreter lock, so threads help."""
+        """Token ids of `text` as (T,) uint32. Mostly runs without the interpreter lock."""
         pieces = [self._encode_piece(piece) for piece in cut_long_runs(text)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -180,17 +182,20 @@ class Tokenizer:
             return self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
+        """The text of `ids`. Bytes that are not UTF-8 (half of a character) become U+FFFD."""
         return self._encoding.decode(list(ids))
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with U+FFFD for halves of surrogate pairs, which JSON can hold."""
+    """`text` with U+FFFD in place of lone surrogates, which JSON can contain."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """`text` in the pieces that are encoded one by one; all but the last end with a run of the longest length."""
+    """`text` in the pieces that are encoded one by one.
+
+    All pieces but the last end with a run of the longest length that is allowed.
+    """
     start = 0
     for run in _LONG_RUN.finditer(text):
         yield text[start : run.end()]
@@ -200,7 +205,7 @@ def cut_long_runs(text: str) -> Iterator[str]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """{token: rank} of a rank file. ValueError names the file and line where it is not one."""
+    """{token: rank} of a rank file. ValueError, naming file and line, if it is not a rank file."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line:
@@ -224,7 +229,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(
-            f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the 256 bytes"
+            f"tokenizer file {path} is not complete: it has no token for {len(missing)} of the "
+            "256 bytes"
         )
     if len(set(ranks.values())) != len(ranks):
         raise ValueError(f"tokenizer file {path}: two tokens have the same rank")
@@ -232,33 +238,36 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
-    """Write `tokens`, the rank of each being its place."""
+    """Write a rank file; the rank of a token is its place in `tokens`."""
     path.write_bytes(
         b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     )
 
 
 def mark_file(path: Path) -> Path:
-    """Where the mark of rank file `path` is: beside it, because rank files have no room for anything but tokens."""
+    """Where a rank file's mark is: beside it, since rank files have room for tokens only."""
     return path.with_name(f"{path.name}.meta.json")
 
 
 def write_mark(path: Path, pattern: str, fingerprint: str) -> None:
-    """Write to `path` that a rank file of ours splits text by `pattern`; the fingerprint says which file."""
+    """Write a mark to `path`: a rank file of ours splits text by `pattern`.
+
+    `fingerprint` says which rank file.
+    """
     mark = {"made_by": _TRAINER, "pattern": pattern, "fingerprint": fingerprint}
     path.write_text(json.dumps(mark, indent=1) + "\n")
 
 
 def _read_mark(path: Path) -> tuple[str, str]:
-    """(pattern, fingerprint) as `write_mark` wrote them to `path`; ValueError for anything else."""
+    """(pattern, fingerprint) from a mark that `write_mark` wrote; ValueError for anything else."""
     try:
         mark = json.loads(path.read_bytes())
         made_by, pattern = str(mark["made_by"]), str(mark["pattern"])
         fingerprint = str(mark["fingerprint"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not what {_TRAINER} writes beside its files ({error!r}): put the right one there, or delete "
-            "it and name the pattern with `--model.tokenizer_pattern NAME`"
+            f"{path} is not what {_TRAINER} writes beside its files ({error!r}): put the right "
+            "one there, or delete it and name the pattern with `--model.tokenizer_pattern NAME`"
         ) from error
     if made_by != _TRAINER or pattern not in PATTERNS:
         raise ValueError(
@@ -269,24 +278,18 @@ def _read_mark(path: Path) -> tuple[str, str]:
 
 
 def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
-    """The tokenizer of a rank file, or of a folder with a `tokenizer.model`; "" is the one that ships here (4,096
-    tokens).
+    """The tokenizer of a rank file, or of a folder that contains `tokenizer.model`.
 
-    `pattern` names how text is split (a key of `PATTERNS`); "" is as the file's family or its mark has it. ValueError,
-    with what to do, for a missing file, one that is not a rank file, or one whose pattern nothing tells.
+    The empty path is the tokenizer that ships here (4,096 tokens). `pattern` is a key of
+    `PATTERNS`, which names how text is split. The empty pattern is that of the file's family, or of
+    its mark. ValueError, with what to do, for a missing file, a file that is not a rank file, and a
+    file whose pattern is unknown.
     """
     if pattern and pattern not in PATTERNS:
-        raise ValueError(
-            f"model.tokenizer_pattern is {pattern!r}; choose one of {', '.join(PATTERNS)}, or leave it empty"
-        )
+        raise ValueError(not_one_of("model.tokenizer_pattern", pattern, PATTERNS))
+    for problem in missing_tokenizer(path):
+        raise ValueError(problem)
     file = tokenizer_file(path) if path else EMBEDDED_PATH
-    if not file.is_file():
-        raise ValueError(
-            f"model.tokenizer_path: there is no file {file}. Download the tokenizer (Llama 3's is "
-            "original/tokenizer.model in its model repository) and give its path with "
-            "`--model.tokenizer_path PATH`; or run on the tokenizer and data that ship here with "
-            f"`{EMBEDDED_OVERRIDES}`"
-        )
     ranks = read_ranks(file)
     family = _family_of(len(ranks))
     expected_fingerprint = None
@@ -305,27 +308,28 @@ def load_tokenizer(path: str = "", pattern: str = "") -> Tokenizer:
     tokenizer = Tokenizer(ranks, family, str(file))
     if expected_fingerprint not in (None, tokenizer.fingerprint):
         raise ValueError(
-            f"{mark_file(file)} is the mark of another rank file than {file}: put the right one there, or delete it "
-            "and name the pattern with `--model.tokenizer_pattern NAME`"
+            f"{mark_file(file)} is the mark of another rank file than {file}: put the right one "
+            "there, or delete it and name the pattern with `--model.tokenizer_pattern NAME`"
         )
     return tokenizer
 
 
 def _marked_pattern(file: Path, num_ranks: int) -> tuple[str, str]:
-    """(pattern, fingerprint) from the mark of `file`; ValueError, with what to do, if it has none."""
+    """(pattern, fingerprint) from the mark of `file`; ValueError if it has no mark."""
     mark = mark_file(file)
     if not mark.is_file():
         raise ValueError(
-            f"tokenizer file {file}: nothing says how it splits text. No known family has {num_ranks} tokens, and "
-            f"{mark.name}, which {_TRAINER} writes beside its files, is not there. Name the pattern that the file was "
-            "trained with, `--model.tokenizer_pattern NAME` (of a tool: `--tokenizer-pattern NAME`): "
+            f"tokenizer file {file}: nothing says how it splits text. No known family has "
+            f"{num_ranks} tokens, and {mark.name}, which {_TRAINER} writes beside its files, is "
+            "not there. Name the pattern that the file was trained with, "
+            "`--model.tokenizer_pattern NAME` (of a tool: `--tokenizer-pattern NAME`): "
             f"{', '.join(PATTERNS)}. For a file of an older {_TRAINER} it is llama3"
         )
     return _read_mark(mark)
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """ValueError if `tokenizer` can make an id that a model of `vocab_size` has no embedding for."""
+    """ValueError if `tokenizer` has ids for which a model of `vocab_size` has no embedding."""
     if tokenizer.n_words > vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer.path} has {tokenizer.n_words} tokens, the model's "

@@ -262,9 +262,7 @@ def _communication(
     """
     unshard = reduce = None
     if groups.shard is not None and groups.shard_ranks > 1:
-        unshard, reduce = (
-            make_transport(transport, groups.shard, device, timeout) for _ in range(2)
-        )
+        unshard, reduce = make_transports(transport, groups.shard, device, timeout, count=2)
     return Communication(
         rank=groups.shard_rank,
         world_size=groups.shard_ranks,
@@ -333,6 +331,18 @@ def make_transport(
     group's; None: PyTorch's default. Raises ValueError for a name that is not registered, or a
     transport that does not run on the group's backend.
     """
+    return make_transports(name, group, device, timeout, count=1)[0]
+
+
+def make_transports(
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    count: int,
+) -> list[Transport]:
+    """`count` transports as `make_transport` makes one; they are chosen once."""
     ranks, backend = dist.get_process_group_ranks(group), backend_of(group, device)
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":
@@ -340,4 +350,4 @@ def make_transport(
         counts = gather_integers([per_host], group, device, "choosing a transport")
         per_host = min(count for (count,) in counts)
     chosen = transport_class(name, len(ranks), per_host, backend)
-    return chosen(new_group_like(group, device, timeout))
+    return [chosen(new_group_like(group, device, timeout)) for _ in range(count)]

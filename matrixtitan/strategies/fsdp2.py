@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
 from matrixtitan.fsdp import InitRows
-from matrixtitan.fsdp.api import ReshardAfterForward, make_transport
+from matrixtitan.fsdp.api import ReshardAfterForward, make_transports
 from matrixtitan.fsdp.transports import Transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
@@ -103,9 +103,7 @@ class FSDP2(DataParallel):
         self._gather = self._scatter = None
         self._transports: list[Transport] = []
         if self.tuned:
-            self._transports = [
-                make_transport("auto", self.shard_group, device, timeout) for _ in range(2)
-            ]
+            self._transports = make_transports("auto", self.shard_group, device, timeout, count=2)
             self._gather = TransportAllGather(self._transports[0])
             self._scatter = TransportReduceScatter(self._transports[1])
         self.exchange = make_exchange(matrix_exchange, self.shard_mesh, self._gather)

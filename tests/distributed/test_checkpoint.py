@@ -1,4 +1,4 @@
-"""Saving and loading on several ranks: any world size and cut, DTensors both ways, whole or nothing, pauses."""
+"""Saving and loading on several ranks: any world size and cut, whole or nothing, pauses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from matrixtitan.checkpoint import Checkpointer, CheckpointError, StoredCheckpoint, TrainState
 from matrixtitan.checkpoint import checkpointer as checkpointer_module
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.config import CommConfig, Config, LRSchedulerConfig, ParallelismConfig
+from matrixtitan.config import CommConfig, Config, LRSchedulerConfig
 from matrixtitan.log import get_logger
 from matrixtitan.plan.local_param import LocalParam
 from tests.lib.checkpoint_fakes import PARAMS, FakeRun, expected, run_config
@@ -45,7 +45,7 @@ def make(
 ) -> tuple[Checkpointer, FakeRun]:
     run = FakeRun(dist.get_rank(), dist.get_world_size(), bias=bias, filled=filled)
     config = run_config(folder, **keys)
-    return Checkpointer(config.checkpoint, config, run, run), run  # type: ignore[arg-type]
+    return Checkpointer(config, run, run), run  # type: ignore[arg-type]
 
 
 def save(folder: str, step: int = 2, offset: float = 0.0, **keys: Any) -> None:
@@ -85,7 +85,7 @@ def dtensors(device_mesh: DeviceMesh) -> dict[str, DTensor]:
 
 
 def dtensor_run(device_mesh: DeviceMesh, filled: bool) -> FakeRun:
-    """What the fsdp2 strategy shows: parameters and their state are DTensors."""
+    """What the fsdp2 strategy holds: parameters and their state are DTensors."""
     run = FakeRun(0, 1, filled=filled)
     run.params = [
         dataclasses.replace(p, tensor=distribute_tensor(p.tensor, device_mesh, [Shard(0)]))
@@ -118,7 +118,7 @@ def exchange_with_dtensors(ours: str, folder: str) -> None:
     dcp.save(dict(model), checkpoint_id=f"{folder}/bare")
 
     config, run = run_config(ours), dtensor_run(device_mesh, filled=False)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.load() == TrainState(2, 20, 160)
     for ours_now, wanted in zip(
         [*run.params, *run.states],
@@ -128,7 +128,7 @@ def exchange_with_dtensors(ours: str, folder: str) -> None:
         assert torch.equal(local(ours_now.tensor), local(wanted.tensor)), ours_now.fqn
 
     config, run = run_config(f"{folder}/strategy"), dtensor_run(device_mesh, filled=True)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(2, TrainState(2, 20, 160))
 
 
@@ -201,7 +201,7 @@ def save_behind_a_janitor(folder: str) -> None:
 
 
 def resume_from_a_link(folder: str) -> None:
-    """Step 2 is a link: loaded through, then pruned as steps 4 and 6 are saved."""
+    """Step 2 is a link. It loads, and is pruned when steps 4 and 6 are saved."""
     checkpointer, run = make(folder, filled=False, keep_latest_k=1, load_step=2)
     with checkpointer:
         assert checkpointer.load() == TrainState(2, 20, 160)
@@ -226,21 +226,24 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_block_the_next_start(
 
 
 def warnings_on_resume(first: Config, second: Config) -> list[str]:
-    """What a rank warns of when `second` goes on from the step that `first` saved."""
+    """The warnings of a rank when `second` resumes from the step that `first` saved."""
     run, lines = FakeRun(dist.get_rank(), dist.get_world_size()), []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     get_logger().addHandler(handler)
-    with Checkpointer(first.checkpoint, first, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(first, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(8, TrainState(8, 80, 640))
     lines.clear()
-    with Checkpointer(second.checkpoint, second, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(second, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.load()
     return [line for line in lines if "learning rate" in line]
 
 
 def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path) -> None:
-    """On rank 0 alone, with both rates and the key that avoids it; without a word where that key is given."""
+    """Rank 0 alone warns, with both rates and the key that avoids the change.
+
+    There is no warning where that key is set.
+    """
     config = run_config(str(tmp_path))
     config = dataclasses.replace(
         config,
@@ -354,7 +357,7 @@ def test_a_write_that_fails_on_one_rank_is_everyones_error(
 
 
 def save_ruined(folder: str, spoil: str, on_error: str, **keys: Any) -> str:
-    """Saves whole at 2 and 6; at 4 one number on rank 1 is bad."""
+    """Saves at 2, 4 and 6. At 4, one number on rank 1 is inf or nan."""
     checkpointer, run = make(folder, on_error=on_error, **keys)
     with checkpointer:
         checkpointer.save(2, TrainState(2))
@@ -424,7 +427,7 @@ def ends_without_its_save(folder: str, **when: bool) -> str:
 
 
 def test_no_run_ends_well_without_its_last_save(tmp_path: Path) -> None:
-    """Else a pre-empted run would end with status 0 and nothing to resume from."""
+    """Otherwise a pre-empted run would end with status 0 and nothing to resume from."""
     for when in ("last", "now"):
         for message in on_ranks(ends_without_its_save, 1, str(tmp_path), **{when: True}):
             assert "saving step 4 failed" in message
@@ -433,14 +436,16 @@ def test_no_run_ends_well_without_its_last_save(tmp_path: Path) -> None:
 
 
 def fails_during_a_save(folder: str) -> tuple[str, float]:
-    """The error, and seconds from it to the end, while a frozen rank keeps the save from ending."""
+    """The error, and the seconds from it to the end, while a frozen rank keeps the save from
+    ending.
+    """
     never = threading.Event()
     checkpointer_module.write_checkpoint = lambda *_: never.wait(60)  # type: ignore[assignment]
     run, config = FakeRun(0, 1), run_config(folder, async_mode="async")
     config = dataclasses.replace(config, comm=CommConfig(init_timeout_seconds=1))
     start = time.monotonic()
     try:
-        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
             checkpointer.save(2, TrainState(2))
             raise RuntimeError("training's own")
     except RuntimeError as error:
@@ -454,21 +459,17 @@ def test_a_save_that_never_ends_does_not_keep_a_failed_run(tmp_path: Path) -> No
 
 
 def save_nothing(folder: str) -> list[str]:
-    config = run_config(folder)
-    dry = dataclasses.replace(config, parallelism=ParallelismConfig(dry_run_world_size=64))
-    off = run_config(folder, enable=False)
-    for run_of in (dry, off):
-        run = FakeRun(0, 1)
-        with Checkpointer(run_of.checkpoint, run_of, run, run) as checkpointer:  # type: ignore[arg-type]
-            assert checkpointer.load() is None
-            assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
-            assert not checkpointer.preempted()
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
-            checkpointer.check_failure()
+    checkpointer, _ = make(folder, enable=False)
+    with checkpointer:
+        assert checkpointer.load() is None
+        assert checkpointer.maybe_save(2, TrainState(2), last=True, now=True) is None
+        assert not checkpointer.preempted()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save
+        checkpointer.check_failure()
     return os.listdir(folder)
 
 
-def test_without_checkpoints_and_in_a_dry_run_nothing_is_written(tmp_path: Path) -> None:
+def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:
     assert on_ranks(save_nothing, 1, str(tmp_path)) == [[]]
 
 
@@ -566,7 +567,7 @@ def test_saved_on_cpus_resumes_where_a_gpu_has_a_generator_too(tmp_path: Path) -
 
 
 def pauses(folder: str) -> list[tuple[float, float]]:
-    """(pause, time until saved) of synchronous and of background saves by turns, of 16 MB a rank, in seconds."""
+    """(pause, time until saved) in seconds, of foreground and background saves of 16 MB a rank."""
     found = []
     for async_mode in ("disabled", "async"):
         config, run = run_config(f"{folder}/{async_mode}", async_mode=async_mode), FakeRun(0, 1)
@@ -576,7 +577,7 @@ def pauses(folder: str) -> list[tuple[float, float]]:
             LocalParam("big", big, (rows * dist.get_world_size(), 2048), "tail", 1, rows * rank)
         ]
         run.states = []
-        with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+        with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
             checkpointer.save(1, TrainState(1))  # the first background one allocates the copies
             checkpointer.wait()
             dist.barrier()
@@ -594,7 +595,7 @@ def test_a_background_save_pauses_training_for_a_fraction_only(tmp_path: Path) -
 
 
 def corrupt_at_random(folder: str, count: int) -> int:
-    """Change one byte somewhere, load, put it back; the number of times that the load noticed."""
+    """Change one byte, load, and put the byte back. Returns how many loads noticed the change."""
     checkpointer, run = make(folder, filled=False)
     step = Path(folder, "checkpoint", "step-2")
     files = sorted(step.iterdir())

@@ -1,4 +1,4 @@
-"""Weights go to and from a model sharded by PyTorch's own `fully_shard`, through DCP alone."""
+"""Weights go to and from a model that PyTorch's own `fully_shard` shards, through DCP alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_checkpoints(folder: Path, initial_load_path: str = "") -> Config:
 
 
 def checkpointer(config: Config, run: Run) -> Checkpointer:
-    return Checkpointer(config.checkpoint, config, run.strategy, run.optimizers)
+    return Checkpointer(config, run.strategy, run.optimizers)
 
 
 def fsdp2_model() -> Any:

@@ -1,4 +1,4 @@
-"""Every optimizer in real runs on other numbers of ranks, from the start and resumed; restarts by the launcher."""
+"""Real runs of every optimizer on other numbers of ranks, resumed too; restarts by the launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ from tests.lib.distributed import run_distributed
 SAVED_AT, STEPS = 10, 20
 TOLERANCE = 5e-5
 SOAP_BAND = 2e-3
-"""Eigenbases of rank-deficient factors follow from rounding. `test_band_of_soap` measured 8e-4 at most."""
+"""The eigenbases of rank-deficient factors depend on rounding. `test_band_of_soap` measured
+differences of at most 8e-4.
+"""
 OPTIMIZERS = {
     "muon": OptimizerConfig(name="muon"),
     "adamw": OptimizerConfig(name="adamw", lr=1e-3),
@@ -82,7 +84,10 @@ def config_of(folder: Path, optimizer: str, world_size: int, replicas: int = 1) 
 
 
 def losses_of(*configs: Config, save_first: bool = False) -> list[list[float]]:
-    """The losses of each run, one run after the other; with `save_first` what was loaded is saved before training."""
+    """The losses of each run, one run after the other.
+
+    With `save_first`, what was loaded is saved again before training.
+    """
     found = []
     for config in configs:
         losses: list[float] = []
@@ -113,7 +118,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(workplace: Path) -> dict[str, list[float]]:
-    """Losses of runs on 4 ranks, which leave checkpoints of step SAVED_AT."""
+    """The losses of runs on 4 ranks, which leave checkpoints of step SAVED_AT."""
     configs = [config_of(workplace / "whole", optimizer, 4) for optimizer in OPTIMIZERS]
     losses = run_distributed(losses_of, 4, *configs, timeout=150)[0]
     return dict(zip(OPTIMIZERS, losses, strict=True))
@@ -186,7 +191,9 @@ def test_losses_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("batch", "seq_len"), [(12, 4), (24, 16), (24, 64)])
 def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> None:
-    """With few tokens all factors are rank-deficient. Run with -s to see the figures of docs/optimizers.md."""
+    """With few tokens all factors are rank-deficient. Run with -s to see the figures of
+    docs/optimizers.md.
+    """
     losses = []
     for world_size in (1, 2, 3, 4):
         config = config_of(workplace / f"{batch} {seq_len} {seed}", "soap", world_size)
@@ -212,7 +219,9 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
 
 
 def stored(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint that does not belong to a rank: weights, optimizer state, counters."""
+    """Every tensor of a checkpoint that does not belong to a rank: weights, optimizer state,
+    counters.
+    """
     entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -226,7 +235,10 @@ def stored(checkpoint: Path) -> dict[str, Tensor]:
 def test_state_survives_four_two_three_ranks(
     workplace: Path, uninterrupted: dict[str, list[float]]
 ) -> None:
-    """Saved again as it was loaded, it is the same to the bit; trained on in between, losses are as without a stop."""
+    """What is loaded and saved again is bitwise identical.
+
+    If trained on instead, the losses are as without a stop.
+    """
     middle = (SAVED_AT + STEPS) // 2
     losses: dict[str, list[float]] = {optimizer: [] for optimizer in OPTIMIZERS}
     previous, at = workplace / "whole", SAVED_AT
@@ -282,7 +294,7 @@ def tiny_run(folder: Path, num_workers: int, world_size: int) -> Config:
 
 
 def losses_and_windows(*configs: Config) -> list[tuple[list[float], list[tuple[int, ...]]]]:
-    """Of each run, one after the other: the loss of every step, and this rank's windows."""
+    """For each run, one after the other: the loss of every step, and this rank's windows."""
     LLAMA3_FLAVORS["tiny"] = LlamaFlavor(16, 1, 2, 1, 32)
     found = []
     for config in configs:

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on small models: the numbers do not depend on how the batch is shared out."""
+"""Whole runs of the trainer on small models. How ranks share a batch changes no number."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def curves(dump_folder: Path) -> Curves:
 
 
 def train(*configs: Config) -> None:
-    """One run after the other in the same processes, which saves their start."""
+    """One run after the other in the same processes, which saves starting them."""
     for config in configs:
         with Trainer(config) as trainer:
             trainer.train()
@@ -174,7 +174,10 @@ def test_losses_do_not_depend_on_how_the_batch_is_shared(
 
 
 def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
-    """16 sequences on 3 ranks are 6 rows a rank with 2 of padding; 2 leave the third rank padding alone."""
+    """16 sequences on 3 ranks are 6 rows per rank, 18 in total, so 2 rows are padding.
+
+    With 2 sequences the third rank has nothing but padding.
+    """
     short = {"training__steps": 2, "validation__enable": "true", "validation__steps": 1}
     runs = [
         split(strategy, 0, training__global_batch_size=size, **short)
@@ -191,7 +194,9 @@ def test_losses_do_not_depend_on_padding(corpus: Path, tmp_path: Path) -> None:
 def test_the_debug_config_gives_the_same_losses_at_any_number_of_ranks(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """As it stands but for its text and a shorter sequence; 3 ranks have padding, 2 and 8 none."""
+    """The config as shipped, with another text and shorter sequences. 3 ranks have padding; 2 and 8
+    have none.
+    """
     sources = f'[{{type = "text", path = "{corpus}/*.txt"}}]'
     small = ["--data.sources", sources, "--data.cache_dir", str(corpus), "--data.num_workers", "0"]
     small += ["--training.seq_len", "16", "--training.steps", "3", "--metrics.log_freq", "1"]
@@ -283,7 +288,7 @@ def test_run_leaves_its_description(corpus: Path, tmp_path: Path) -> None:
     )  # the override made it known
 
 
-# --- a loss or gradient that is not a number -------------------------------------------------------------------------
+# --- a loss or gradient that is not a number ------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -294,7 +299,10 @@ class Outcome(NamedTuple):
 
 
 def poisoned(config: Config, bad_rank: int, bad_steps: list[int], value: float) -> Outcome:
-    """Train with `value` added to one rank's loss in some steps; the error, weights before the last and at the end."""
+    """Train with `value` added to the loss of one rank in some steps.
+
+    Returns the error, the weights before the last step, and the weights at the end.
+    """
     with Trainer(config) as trainer:
         before: list[Tensor] = []
 
@@ -363,7 +371,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(corpus: Path, tmp_path: Path) 
         assert outcome.skipped_steps == 4
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) -> None:
@@ -390,7 +398,7 @@ def test_validation_is_the_same_at_any_world_size(corpus: Path, tmp_path: Path) 
             assert 4 < value < math.log(4096) + 0.3
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 RESUMABLE = {
     "parallelism__strategy": "matrix_fsdp",
@@ -438,7 +446,10 @@ def test_tied_weights_are_saved_once_and_resumed(corpus: Path, tmp_path: Path) -
 
 
 def told_to_end(config: Config, bad_rank: int, at_step: int) -> int:
-    """SIGTERM to one rank during `at_step`, then a second run in the same folder; the step that the first ended at."""
+    """SIGTERM to one rank during `at_step`, then a second run in the same folder.
+
+    Returns the step at which the first run ended.
+    """
     with Trainer(config) as trainer:
 
         def signal_once(module: torch.nn.Module, arguments: object) -> None:
@@ -463,12 +474,12 @@ def test_one_rank_told_to_end_saves_and_ends_all(
 class Interrupted(NamedTuple):
     ended_at: int
     batches: int
-    """Of all validations of the run that was told to end."""
+    """The batches of all validations of the run that was told to end."""
     warnings: list[str]
 
 
 def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
-    """SIGTERM to rank 1 in a validation of 400 slow batches, or while it writes a checkpoint; then a second run."""
+    """SIGTERM to rank 1 in a validation of 400 slow batches or in a save; then a second run."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -511,7 +522,10 @@ def told_to_end_in_a_long_phase(config: Config, phase: str) -> Interrupted:
 def test_told_to_end_in_a_long_phase_the_run_ends_soon_with_its_finished_step_saved(
     corpus: Path, tmp_path: Path, uninterrupted: Curves, phase: str
 ) -> None:
-    """The validation is dropped, not finished; after a save no further step is done. The next run repeats nothing."""
+    """A validation is dropped, not finished. After a save no further step is run.
+
+    The next run repeats nothing.
+    """
     config = config_for(
         corpus,
         tmp_path,
@@ -532,7 +546,7 @@ def test_told_to_end_in_a_long_phase_the_run_ends_soon_with_its_finished_step_sa
 
 
 def copies_and_updates(config: Config) -> list[str]:
-    """What a run that saves in the background does to its weights, in order."""
+    """What a run that saves in the background does with its weights, in order."""
     events: list[str] = []
 
     def recorded(owner: object, name: str) -> None:
@@ -565,9 +579,9 @@ def test_no_update_before_the_copies_of_a_save_are_made(corpus: Path, tmp_path: 
 def refusal(
     first: Config, changed: Path, second: Config, elsewhere: Config, allowed: Config
 ) -> str:
-    """What `second`, with the checkpoint alone, says after `first` and a change of the data; then `allowed` goes on.
+    """What `second`, which has the checkpoint alone, says after `first` and a change of the data.
 
-    `elsewhere` takes all of the checkpoint to another folder.
+    Then `allowed` resumes. `elsewhere` moves the whole checkpoint to another folder.
     """
     train(first)
     shutil.copytree(f"{first.job.dump_folder}/checkpoint", f"{second.job.dump_folder}/checkpoint")
@@ -612,7 +626,7 @@ def go_on_without(first: Config, old: Path, second: Config) -> None:
 
 
 def test_the_same_data_in_another_place_is_no_change(corpus: Path, tmp_path: Path) -> None:
-    """Data is compared by content, and seeds by what they come to."""
+    """Data is compared by content, and seeds by the values that they resolve to."""
     old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "run"
     for copy in (old, new):
         shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns("[!a-z]*"))
@@ -637,7 +651,9 @@ def fail_with_own_tokenizer(config: Config, folder: Path) -> str:
 
 
 def test_a_mistake_on_one_rank_is_raised_on_all(corpus: Path, tmp_path: Path) -> None:
-    """A rank without it would else wait for the other one, and fail by a broken connection."""
+    """Otherwise a rank that finds no mistake would wait for the other, and fail by a lost
+    connection.
+    """
     shutil.copy(EMBEDDED_PATH, tmp_path / "0.tiktoken")
     shutil.copy(mark_file(EMBEDDED_PATH), mark_file(tmp_path / "0.tiktoken"))
     (tmp_path / "1.tiktoken").write_text("no ranks")
@@ -663,7 +679,7 @@ def test_ranks_that_read_other_text_are_told_at_start(corpus: Path, tmp_path: Pa
 
 
 def start_while_rank_1_tokenises(config: Config, init_timeout: int, folder: Path) -> list[str]:
-    """What this rank logs; rank 1, as on a machine of its own, has its cache late."""
+    """What this rank logs. Rank 1 has its cache late, as on a machine of its own."""
     mesh._WAIT_LOG_SECONDS = 1.0
     messages: list[str] = []
     handler = logging.Handler()
@@ -689,7 +705,8 @@ def start_while_rank_1_tokenises(config: Config, init_timeout: int, folder: Path
         world_size=2,
         timeout=timedelta(seconds=init_timeout),
     )
-    for _ in range(2):  # the second finds the cache
+    # the second run finds the cache
+    for _ in range(2):
         with Trainer(config) as trainer:
             trainer.train()
     return messages
@@ -707,7 +724,7 @@ def test_a_rank_may_tokenise_for_longer_than_a_collective_may_take(
 
 
 def timeouts(config: Config) -> tuple[float, float]:
-    """Seconds that a collective of training, and one of a save, may take after the first step."""
+    """Time limits, in seconds, of a collective in training and of one in a save, after a step."""
     with Trainer(config) as trainer:
         trainer.train()
         (saving,) = trainer.checkpointer.patient_groups
@@ -729,7 +746,7 @@ def test_training_times_out_sooner_than_a_save(corpus: Path, tmp_path: Path) -> 
 
 
 def kept_bytes(config: Config) -> tuple[int, int]:
-    """Weights and optimizer state, step counters apart, that this rank keeps after a run."""
+    """The weights and optimizer state that this rank keeps after a run, without step counters."""
     with Trainer(config) as trainer:
         trainer.train()
         params = [param.tensor for param in trainer.strategy.stepped_parameters()]
@@ -741,7 +758,7 @@ def kept_bytes(config: Config) -> tuple[int, int]:
 def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
     corpus: Path, tmp_path: Path, optimizer: str, ranks: int, replicas: int
 ) -> None:
-    """One process each, against the plan to the byte and against a real run of all ranks."""
+    """Each rank alone in one process, compared with the plan to the byte and with a real run."""
     overrides = {
         "optimizer.name": optimizer,
         "parallelism.strategy": "matrix_fsdp",
@@ -768,7 +785,8 @@ def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
             command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )
         report = re.search(
-            rf"dry run: rank {rank} of {ranks} keeps (\S+) bytes of weights, as many of gradients, (\S+) of "
+            rf"dry run: rank {rank} of {ranks} keeps (\S+) bytes of weights, as many of gradients, "
+            r"(\S+) of "
             r"optimizer state; planned in all: (\S+) bytes; memory .* resident",
             done.stdout + done.stderr,
         )
@@ -779,7 +797,7 @@ def test_a_dry_run_of_a_rank_keeps_what_the_rank_keeps(
 
 
 def timeouts_from_the_start(*configs: Config) -> list[set[float]]:
-    """Seconds, of all groups that a trainer makes, before its first step."""
+    """The time limits, in seconds, of all groups that a trainer makes, before its first step."""
     found = []
     for config in configs:
         before = set(dist.distributed_c10d._world.pg_map)
@@ -812,7 +830,7 @@ def test_groups_have_the_first_steps_timeout_from_the_start(corpus: Path, tmp_pa
 
 
 def frozen_in_the_first_backward(config: Config, port: int, frozen: int) -> None:
-    """In a group of the trainer's own; how long the other ranks go on, with all that they close at the end."""
+    """Train in a group that the trainer makes. Returns how long the other ranks go on."""
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     start = 0.0
@@ -882,7 +900,10 @@ main()
 def test_threads_of_groups_end_before_the_interpreter(
     corpus: Path, tmp_path: Path, then: str, all_end: bool
 ) -> None:
-    """Which would abort a process now and then. After an error they may wait for a dead peer: nobody waits for them."""
+    """A thread of gloo that outlives Python would abort the process now and then.
+
+    After an error threads may wait for a dead peer, and nobody waits for them.
+    """
     config_for(corpus, tmp_path)
     done = subprocess.run(
         [

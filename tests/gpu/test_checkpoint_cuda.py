@@ -63,7 +63,7 @@ def test_save_and_load_on_the_gpu(tmp_path: Path, async_mode: str) -> None:
     tensors = [param.tensor.data for param in run.params] + [state.tensor for state in run.states]
     saved = [tensor.cpu().clone() for tensor in tensors]
     config = run_config(str(tmp_path), async_mode=async_mode)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:  # type: ignore[arg-type]
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(2, TrainState(2))
         for tensor in tensors:
             tensor.fill_(-1)

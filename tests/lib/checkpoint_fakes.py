@@ -1,6 +1,7 @@
-"""The little that a Checkpointer sees of a run: parameters and optimizer state cut over ranks, a config, no training.
+"""The part of a run that a Checkpointer sees: cut parameters and optimizer state, and a config.
 
-Every value is a function of the key and the row, so a test can tell what a load should give under any cut.
+Every value is a function of the key and the row, so a test knows what a load should give under any
+cut.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from matrixtitan.config import CheckpointConfig, Config, JobConfig
 from matrixtitan.optim.build import StateTensor
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.plan.shard import Plan
 
 # name, full shape, role; "b" and "stack" are cut by rows, the others are whole on one rank
 PARAMS = {
@@ -53,6 +55,8 @@ def cut(rows: int, rank: int, world_size: int, bias: int = 0) -> tuple[int, int]
 
 class FakeRun:
     """Parameters and optimizer state of one rank: whole matrices by turns, the rest by rows."""
+
+    plan: Plan | None = None
 
     def __init__(self, rank: int, world_size: int, *, bias: int = 0, filled: bool = True) -> None:
         self.params: list[LocalParam] = []

@@ -1,12 +1,13 @@
-"""Kill jobs with SIGKILL at random moments, saves included, and resume them: nothing complete may be lost.
+"""Kill jobs with SIGKILL at random moments, saves included, and resume them.
 
-A short version is in the suite; the long ones:
+No complete checkpoint may be lost. A short version is in the suite. These are the long ones:
 
     python -m tests.lib.kill_saves --rounds 50           # a job that does nothing but save
     python -m tests.lib.kill_saves --rounds 50 --train   # real training, saving after every step
 
-Every second round saves in the background. The first kind checks each value that it loads. The second ends with a run
-that was never killed: its weights and optimizer state must be the same to the bit.
+Every second round saves in the background. The first kind checks each value that it loads. The
+second ends with a run that was never killed: its weights and optimizer state must be bitwise
+identical.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def save_forever(folder: str, async_mode: AsyncMode, _: int) -> None:
     rank = dist.get_rank()
     run = FakeRun(rank, dist.get_world_size(), filled=False)
     config = run_config(folder, async_mode=async_mode, keep_latest_k=2, interval=1)
-    checkpointer = Checkpointer(config.checkpoint, config, run, run)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(config, run, run)  # type: ignore[arg-type]
     state = checkpointer.load() or TrainState()
     if state.step:
         run.check(float(state.step))
@@ -147,7 +148,8 @@ def start(
 def kill_and_resume(
     job: Job, folder: Path, rounds: int, world_size: int, seed: int, longest: float = 0.5
 ) -> Report:
-    """AssertionError if a job does not resume from the newest checkpoint that was complete, or ends by itself.
+    """AssertionError if a job ends by itself, or does not resume from the newest complete
+    checkpoint.
 
     `longest` is how many seconds a job lives at most after it has loaded.
     """
@@ -185,7 +187,9 @@ def _wait_for_load(folder: Path, before: int, processes: list[ForkServerProcess]
 
 
 def compare_with_uninterrupted(folder: Path, never_killed: Path, world_size: int) -> int:
-    """Train both to the same step, then compare every tensor to the bit; return how many there are."""
+    """Train both to the same step, and require bitwise identical tensors; return how many there
+    are.
+    """
     import torch
 
     from matrixtitan.checkpoint import StoredCheckpoint

@@ -63,7 +63,9 @@ def test_every_token_is_predicted_once_an_epoch_however_often_a_run_resumes(
     steps: list[int],
     seed: int,
 ) -> None:
-    """Counted over ranks, by its number: what follows a window's last token is the next one's first."""
+    """Counted over ranks, by its number: what follows a window's last token is the next one's
+    first.
+    """
     windows = Windows([Numbers(tokens)], [1.0], seq_len=3, seed=seed)
     size, start = windows.order.sizes[0], 0
     predicted: list[int] = []
@@ -92,7 +94,10 @@ def test_every_token_is_predicted_once_an_epoch_however_often_a_run_resumes(
 
 
 def test_permute_looks_random() -> None:
-    """Over 2,000 keys each index of 5 lands everywhere about equally often, and few neighbours stay neighbours."""
+    """Over 2,000 keys each index of 5 lands everywhere about equally often.
+
+    Few neighbours stay neighbours.
+    """
     for index in range(5):
         counts = Counter(permute(index, 5, make_key(key)) for key in range(2000))
         assert all(330 < counts[image] < 470 for image in range(5)), (

@@ -1,4 +1,4 @@
-"""The life of `step-N` folders: complete, interrupted, replaced, deleted; and what a changed configuration means."""
+"""The life of `step-N` folders: complete, interrupted, replaced, deleted; changes of the config."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_deleted_at_start_is_a_warning_and_the_run_goes_on(
 
 
 def busy(path: Path, ignore_errors: bool = False) -> None:
-    """Stands for shutil.rmtree where someone else holds a file open on NFS."""
+    """A stand-in for shutil.rmtree where another process holds a file open on NFS."""
     if not ignore_errors:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
 

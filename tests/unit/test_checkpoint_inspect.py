@@ -25,8 +25,8 @@ def save(folder: str) -> None:
             segments = [Segment(number % world_size, 0, shape[0])]
         shards.append(MatrixShard(fqn, shape, role, "unit", 1, tuple(segments)))  # type: ignore[arg-type]
     config, run = run_config(folder), FakeRun(rank, world_size)
-    plan = Plan(world_size, tuple(shards))
-    with Checkpointer(config.checkpoint, config, run, run, plan) as checkpointer:  # type: ignore[arg-type]
+    run.plan = Plan(world_size, tuple(shards))
+    with Checkpointer(config, run, run) as checkpointer:  # type: ignore[arg-type]
         checkpointer.save(7, TrainState(7, 70, 1700))
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A checkpoint in our format, made without process group: two tensors."""
+    """A checkpoint of two tensors in our format, made without a process group."""
     folder = tmp_path / "step-1"
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(5)}
     dcp.save({"model": tensors}, checkpoint_id=folder)
@@ -39,7 +39,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def seal(folder: Path) -> None:
-    """Checksums of everything as it is now: what someone who can write the folder can do."""
+    """Checksums of the files as they are now, which anyone who can write the folder can make."""
     checksums = Checksums()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for item in metadata.storage_data.values():
@@ -108,7 +108,7 @@ def test_what_is_not_metadata_is_refused_by_name(data: bytes) -> None:
 
 
 def test_code_in_a_tensor_file_is_refused_and_not_run(stored: Path, tmp_path: Path) -> None:
-    """Even if the checksums are the attacker's own."""
+    """The attacker may have written the checksums too."""
     buffer = io.BytesIO()
     torch.save(RunsCommand(tmp_path / "ran"), buffer)
     metadata = pickle.loads((stored / ".metadata").read_bytes())

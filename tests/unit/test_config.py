@@ -1,4 +1,4 @@
-"""The loader: what it accepts, what it says of mistakes, and that every shipped file loads."""
+"""The loader: what it accepts, what it says about mistakes, and that every shipped file loads."""
 
 from __future__ import annotations
 
@@ -191,6 +191,11 @@ MISTAKES = [
     ("", ("--lr_scheduler.decay_ratio", "0.9"), "overlap"),
     ("", ("--lr_scheduler.total_steps", "500"), "ends before training.steps"),
     ("", ("--checkpoint.keep_latest_k", "1"), "keep at least 2"),
+    (
+        "",
+        ("--parallelism.dry_run_world_size", "4", "--checkpoint.enable", "true"),
+        r"checkpoint\.enable: a dry run",
+    ),
     ("", ("--activation_checkpoint.selective_ac_option", "some"), "write op or a number"),
     ("", ("--data.sources", '[{type = "text", path = "/none/*.txt"}]'), "nothing matches '/none/"),
     ("", ("--data.sources", '[{type = "text"}]'), "needs a path"),

@@ -364,6 +364,8 @@ def test_a_named_tokenizer_pattern_goes_along(
 class FakeStrategy:
     """What a Checkpointer sees of a run that holds some rows of each weight."""
 
+    plan = None
+
     def __init__(self, model: StoredModel) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.params = []
@@ -383,7 +385,7 @@ def start_from(dump_folder: str, initial: str, model: StoredModel) -> dict[str, 
         checkpoint=CheckpointConfig(enable=True, initial_load_path=initial),
     )
     run: Any = FakeStrategy(model)
-    with Checkpointer(config.checkpoint, config, run, run) as checkpointer:
+    with Checkpointer(config, run, run) as checkpointer:
         assert checkpointer.load() is None  # a new run: step 0
     return {param.fqn: (param.start, param.tensor.detach()) for param in run.params}
 

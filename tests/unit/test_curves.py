@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is read is what was written, over resumes, killed runs and numbers that are not finite."""
+"""metrics.jsonl is read as written: after resumes, killed runs, and with inf and nan."""
 
 from __future__ import annotations
 

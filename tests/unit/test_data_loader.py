@@ -9,12 +9,14 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from matrixtitan.data.dataloader import (
 from matrixtitan.data.dataset import IGNORE_INDEX, RankBatches
 from matrixtitan.data.prepare import TextSource, tokenize
 from matrixtitan.data.shards import ShardWriter, TokenStream, dtype_for
+from matrixtitan.data.sources import SOURCE_TYPES, Record, SourceType
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
 from matrixtitan.ranks import split_batch
 from tests.lib.corpus import byte_tokenizer, data_config, texts, write_jsonl
@@ -89,7 +92,7 @@ def rows(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
 def global_batches(
     config: Config, tokenizer: Tokenizer, world_size: int, steps: int, start_window: int = 0
 ) -> list[list[tuple[int, ...]]]:
-    """The windows of each step, in the order of the stream, put together from all ranks, without padding."""
+    """The windows of each step, in the order of the stream, from all ranks and without padding."""
     count = split_batch(config.training, world_size).microbatches
     loaders = [
         iter(training_batches(config, tokenizer, rank, world_size, start_window))
@@ -111,7 +114,7 @@ def with_local_batch(config: Config, local_batch_size: int) -> Config:
     return dataclasses.replace(config, training=training)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_shapes_and_labels_are_the_next_tokens(
@@ -168,7 +171,10 @@ def test_automatic_batches_are_the_same_at_any_world_size(
     limit: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The windows of step s are [(s - 1) G, s G), whatever is padding, so that any rank count can go on."""
+    """The windows of step s are [(s - 1) G, s G), whatever is padding.
+
+    So a run can go on at any number of ranks.
+    """
     monkeypatch.setattr("matrixtitan.ranks.AUTOMATIC_TOKENS", limit * 16)
     config = data_config(folder, lower, global_batch_size=16)
     expected = global_batches(config, tokenizer, 1, steps=5)
@@ -206,7 +212,7 @@ def test_resume_twice_in_a_row_and_at_another_world_size(
 def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
     folder: Path, tokenizer: Tokenizer, lower: DataSource, num_workers: int, world_size: int
 ) -> None:
-    """Stopped before the step that holds the first epoch's end, resumed to past the second's."""
+    """A run that stops before the end of the first epoch resumes to past the end of the second."""
     config = with_workers(data_config(folder, lower), num_workers)
     (source,) = open_sources(config.data, tokenizer)
     size = source.train.num_windows(16)
@@ -224,7 +230,7 @@ def test_a_resume_past_the_end_of_an_epoch_reads_every_window_once_an_epoch(
 def test_resume_at_a_far_index_reads_only_its_own_tokens(
     folder: Path, tokenizer: Tokenizer, lower: DataSource
 ) -> None:
-    """A window of a later epoch is found without walking there."""
+    """A window of a later epoch is found without reading the epochs before."""
     config = data_config(folder, lower)
     windows = training_batches(config, tokenizer, 0, 1, 10**15).dataset.windows
     reads = []
@@ -254,7 +260,7 @@ def test_a_stream_pickles_without_its_tokens(
     assert pickle.loads(pickled).read(5, 20).tolist() == source.train.read(5, 20).tolist()
 
 
-# --- sources ---------------------------------------------------------------------------------------------------------
+# --- sources --------------------------------------------------------------------------------------
 
 
 def test_two_sources_in_their_shares(
@@ -318,8 +324,28 @@ def test_too_little_data(
         training_batches(data_config(folder, lower, seq_len=100_000), tokenizer, 0, 1)
 
 
+def test_a_new_source_type_is_one_entry(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(path: Path, file: BinaryIO, field: str) -> Iterator[Record]:
+        for number, line in enumerate(file, start=1):
+            yield Record(path, number, line.split(b",")[int(field)])
+
+    (tmp_path / "table.csv").write_text("1,first text,x\n2,second text,y\n")
+    (tmp_path / "other.txt").write_text("not of this type")
+    source = DataSource("csv", (str(tmp_path),), field="1")
+    config = dataclasses.replace(data_config(folder, source).data, validation_fraction=0.0)
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.type is 'csv'; choose "):
+        open_sources(config, tokenizer)
+    csv = SourceType("", rows, suffixes=(".csv",), takes_field=True)
+    monkeypatch.setitem(SOURCE_TYPES, "csv", csv)
+    (opened,) = open_sources(config, tokenizer)
+    text = tokenizer.decode(opened.train.read(0, len(opened.train)).tolist())
+    assert re.findall(r"\w+ text", text) == ["first text", "second text"]
+
+
 def test_bad_weight_and_no_source(folder: Path, tokenizer: Tokenizer, lower: DataSource) -> None:
-    with pytest.raises(ValueError, match=r"data\.sources\[0\]: weight 0\.0 must be above 0"):
+    with pytest.raises(ValueError, match=r"data\.sources\[0\]\.weight is 0\.0; it must be posit"):
         training_batches(
             data_config(folder, dataclasses.replace(lower, weight=0.0)), tokenizer, 0, 1
         )
@@ -337,12 +363,14 @@ def test_the_log_tells_how_often_the_data_is_read(
     assert f"the whole run reads it {120 / size:.2f} times" in caplog.text
 
 
-@pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6"), (0, "6")])
+@pytest.mark.parametrize(("global_batch_size", "nearest"), [(13, "12 or 18"), (5, "6")])
 def test_uneven_global_batch_names_the_nearest(global_batch_size: int, nearest: str) -> None:
     training = TrainingConfig(global_batch_size=global_batch_size, local_batch_size=2)
     with pytest.raises(ValueError, match=f"size to 0, .* or the global batch to {nearest}$"):
         split_batch(training, 3)
     assert split_batch(dataclasses.replace(training, global_batch_size=18), 3) == (2, 3, 0)
+    with pytest.raises(ValueError, match=r"^training\.global_batch_size is 0; it is required"):
+        split_batch(dataclasses.replace(training, global_batch_size=0), 3)
 
 
 @pytest.mark.parametrize(
@@ -387,11 +415,11 @@ def test_stream_fingerprint_follows_what_orders_the_data(
     assert all(fingerprint_of(other, tokenizer) != fingerprint for other in changed)
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 def labelled(batches: Iterable[Batch]) -> list[tuple[int, ...]]:
-    """The windows that count; a row's labels are all ignored or none is."""
+    """The windows that count. The labels of a row are all ignored, or none of them."""
     kept = []
     for tokens, labels in batches:
         ignored = (labels == IGNORE_INDEX).all(dim=1)
@@ -442,7 +470,7 @@ def test_validation_sizes(folder: Path, tokenizer: Tokenizer, lower: DataSource)
 
     assert num_windows(1) == 7
     assert num_windows(-1) == num_windows(1000) == available
-    with pytest.raises(ValueError, match=r"validation\.steps 0"):
+    with pytest.raises(ValueError, match=r"validation\.steps is 0"):
         num_windows(0)
 
 
@@ -475,7 +503,7 @@ def test_validation_without_held_out_data(
     assert "nothing is held out of data.sources[1]" in caplog.text
 
 
-# --- many shards -----------------------------------------------------------------------------------------------------
+# --- many shards ----------------------------------------------------------------------------------
 
 
 def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: Queue) -> None:
@@ -493,7 +521,7 @@ def _read_with_few_descriptors(config: Config, folder: Path, steps: int, queue: 
 def test_more_shards_than_file_handles(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """600 prepared folders under `ulimit -n 256`: every window is read, with and without a worker."""
+    """600 prepared folders under `ulimit -n 256`: a worker, or none, reads every window."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds, for 600 files
     documents = [[number % 256, number // 256] * 8 for number in range(600)]
     for number, document in enumerate(documents):

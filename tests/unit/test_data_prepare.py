@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from matrixtitan.data.prepare import TextSource, cached_shards, tokenize
 from matrixtitan.data.shards import HEADER_BYTES, ShardWriter, TokenStream, dtype_for, read_header
 from matrixtitan.data.sources import find_files, read_texts
 from matrixtitan.data.tokenizer import Tokenizer, load_tokenizer
+from matrixtitan.mistakes import is_mistake
 from matrixtitan.tools import prepare_data
 from tests.lib.corpus import byte_tokenizer, texts, write_jsonl
 
@@ -52,7 +53,7 @@ def jsonl(path: Path, **options: str) -> TextSource:
     return TextSource("jsonl", [str(path)], **options)
 
 
-# --- what is in the shards -------------------------------------------------------------------------------------------
+# --- what is in the shards ------------------------------------------------------------------------
 
 
 def test_documents_are_packed_in_order_between_bos_and_eos(
@@ -160,7 +161,7 @@ def test_wide_ids_survive(tmp_path: Path) -> None:
 
 
 def test_standard_library_is_read_in_seconds(tmp_path: Path) -> None:
-    """The embedded data: Python files of this interpreter, tests and installed packages apart."""
+    """The embedded data: this interpreter's Python files, without tests and installed packages."""
     files = find_files("python_stdlib", ())
     names = {file.name for file in files}
     assert {"argparse.py", "decoder.py"} <= names
@@ -176,7 +177,7 @@ def test_standard_library_is_read_in_seconds(tmp_path: Path) -> None:
     assert counts.documents[1] == int(sum(counts.documents) * 0.02)
 
 
-# --- what is wrong with a text ---------------------------------------------------------------------------------------
+# --- what is wrong with a text --------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
 BAD_LINES = [
@@ -260,7 +261,7 @@ def test_a_long_file_with_a_bad_piece_stays_one_document(
     name: str,
     kept: str | None,
 ) -> None:
-    """Without its bad piece, but with its marks: the next document does not run into it."""
+    """The document loses its bad piece and keeps its marks: the next one does not run into it."""
     monkeypatch.setattr(sources, "_PIECE_BYTES", 50)
     (tmp_path / name).write_bytes(content)
     (tmp_path / "c.txt").write_text("next")
@@ -289,7 +290,7 @@ EMPTY_FILES = {
 def test_empty_texts_beside_good_ones_are_left_out_and_counted(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not an error, no document of two marks; a text of white space is one."""
+    """An empty text is no error, and no document of two marks. A text of white space is one."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name, content in EMPTY_FILES.items():
@@ -308,7 +309,7 @@ def test_empty_texts_beside_good_ones_are_left_out_and_counted(
 def test_an_empty_text_file_beside_good_ones_is_left_out_and_counted(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also between files that are read in pieces, and where marks are shared."""
+    """Marks also stand between files that are read in pieces, and where BOS is EOS."""
     monkeypatch.setattr(sources, "_PIECE_BYTES", 10)
     monkeypatch.setattr(prepare, "_TASK_BYTES", 15)  # documents go over from one task to the next
     tokenizer.eos_id = tokenizer.bos_id
@@ -326,7 +327,7 @@ def test_an_empty_text_file_beside_good_ones_is_left_out_and_counted(
 def test_empty_texts_take_no_share_of_the_held_out_documents(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Where every second row is empty, every fifth of the others is held out all the same."""
+    """If every second row is empty, every fifth of the other rows is still held out."""
     documents = texts(50)
     rows = [row for text in documents for row in (text, "")]
     source = jsonl(write_jsonl(tmp_path / "a.jsonl", rows))
@@ -359,11 +360,11 @@ def test_a_source_of_bad_records_alone_says_so(tmp_path: Path, tokenizer: Tokeni
         make(jsonl(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out", on_bad_record="skip")
 
 
-# --- which files a path means ----------------------------------------------------------------------------------------
+# --- which files a path means ---------------------------------------------------------------------
 
 
 def linked_corpus(folder: Path) -> Path:
-    """Two parts, one of them behind a link; a second link to it, a link to a file, and loops."""
+    """Two parts, one behind a link; a second link to it, a link to a file, and loops."""
     corpus = folder / "c"
     for part in (corpus / "part1", folder / "real" / "below"):
         part.mkdir(parents=True)
@@ -382,7 +383,7 @@ def linked_corpus(folder: Path) -> Path:
 def test_a_folder_behind_a_symbolic_link_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | list[str]
 ) -> None:
-    """As a folder and as a glob; each file once; loops end."""
+    """By folder and by glob, each file comes once, and loops end."""
     linked_corpus(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c" / ".hidden").symlink_to("nowhere")
@@ -447,7 +448,7 @@ def test_no_file_names_the_key(tmp_path: Path) -> None:
         find_files("text", ())
 
 
-# --- what is wrong with a shard --------------------------------------------------------------------------------------
+# --- what is wrong with a shard -------------------------------------------------------------------
 
 
 def one_shard(tmp_path: Path, tokenizer: Tokenizer) -> Path:
@@ -475,7 +476,7 @@ def test_damaged_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
         read_header(path)
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 def cached(path: Path, tokenizer: Tokenizer, cache: Path, **options: object) -> list[Path]:
@@ -526,6 +527,24 @@ def test_interrupted_cache_starts_clean(
     assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
     stream = TokenStream([cached(path, tokenizer, cache)[0]], tokenizer.fingerprint)
     assert stream.num_documents == 18
+
+
+def test_a_full_disk_names_the_cache(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts(20))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", raising(full))
+    with pytest.raises(ValueError, match=r"^data\.cache_dir: .* No space left .* free space") as e:
+        cached(path, tokenizer, tmp_path / "cache")
+    assert is_mistake(e.value)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
 
 
 def _build_for_ever(path: Path, folder: Path, cache: Path, started: str) -> None:
@@ -602,7 +621,7 @@ def test_skips_are_told_again_from_the_cache(
     assert told.levelno == logging.INFO and "1 bad records skipped in all" in told.message
 
 
-# --- tools/prepare_data.py -------------------------------------------------------------------------------------------
+# --- tools/prepare_data.py ------------------------------------------------------------------------
 
 
 def test_prepare_data_tool(

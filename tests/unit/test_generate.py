@@ -192,7 +192,7 @@ def test_damage_is_noticed(checkpoint: Path) -> None:
         (["--seed", "9" * 30], "--seed must be .* at most 1e"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["--step", "5"], "no complete checkpoint"),
-        (["--tokenizer", "/gone/ranks"], "no file /gone/ranks"),
+        (["--tokenizer", "/gone/ranks"], "no file '/gone/ranks'"),
         (["--device", "abacus"], "--device"),
         (["--device", "meta"], "--device 'meta' cannot be used"),
     ],

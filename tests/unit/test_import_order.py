@@ -1,4 +1,4 @@
-"""Imports point one way, and the runtime can be lifted out: read from the source, so nothing is executed."""
+"""Imports point one way, and the runtime can be lifted out. Reads the source, executes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.plan", "matrixtitan.options", "matrixtitan.extras", "models"},
     {"matrixtitan.rules"},
-    {"matrixtitan.config", "matrixtitan.log", "matrixtitan.progress", "matrixtitan.mistakes"},
+    {  # data.sources: the config reads from there which types of sources there are
+        "matrixtitan.config",
+        "matrixtitan.data.sources",
+        "matrixtitan.log",
+        "matrixtitan.mistakes",
+        "matrixtitan.progress",
+    },
     {"matrixtitan.in_place"},
     {"matrixtitan.ranks"},
     {"matrixtitan.mesh"},
@@ -26,7 +32,12 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.parallelize"},
     {"matrixtitan.assemble"},
     {"matrixtitan.stuck_weights"},
-    {"matrixtitan.curves", "matrixtitan.metrics", "matrixtitan.profiler"},
+    {
+        "matrixtitan.curves",
+        "matrixtitan.metrics",
+        "matrixtitan.profiler",
+        "matrixtitan.run_folder",
+    },
     {"matrixtitan.checkpoint"},
     {"matrixtitan.trainer"},
     {"train"},
@@ -42,7 +53,7 @@ EXTRA_RULES = {  # prefix -> the only project modules that it may import besides
     "models": {"models"},
 }
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
-"""What the trainer needs of optim; the rest, the optimizers, can be lifted out."""
+"""What of optim is for the trainer. The rest, the optimizers, can be lifted out."""
 PURE = [
     f"matrixtitan.{name}"
     for name in ("plan", "options", "rules", "predict", "config", "curves", "mistakes", "ranks")
@@ -66,7 +77,7 @@ MODULES = {module_name(path) for path in sources()}
 
 
 def imports(source: str, at_run_time: bool = False) -> set[str]:
-    """Every module that `source` names. `at_run_time`: without what is imported for the type checker alone."""
+    """Every module that `source` names. `at_run_time` leaves out imports for the type checker."""
     tree = ast.parse(source)
     if at_run_time:
         tree.body = [

@@ -1,4 +1,4 @@
-"""Records carry the rank, and only rank 0 is talkative."""
+"""Records carry the rank, and rank 0 alone logs information."""
 
 from __future__ import annotations
 

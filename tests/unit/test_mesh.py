@@ -1,4 +1,4 @@
-"""What a process sets before a model exists, and how it leaves its group; CUDA's part of it without a GPU."""
+"""What a process sets before a model exists, and how it leaves its group. CUDA is simulated."""
 
 from __future__ import annotations
 

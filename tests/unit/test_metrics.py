@@ -1,4 +1,4 @@
-"""The log line, the curves and the clock, on one process; over ranks: tests/distributed/test_trainer.py."""
+"""The log line, the curves and the clock on one process. test_trainer.py has several ranks."""
 
 from __future__ import annotations
 

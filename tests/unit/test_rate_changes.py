@@ -1,4 +1,4 @@
-"""What a resume warns of: a learning rate that is not the old schedule's at the next step, a batch of another size."""
+"""The warnings of a resume: another learning rate at the next step, another batch size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matrixtitan.config import Config, TrainingConfig
 
 
 def run(**keys: Any) -> dict[str, Any]:
-    """A run's configuration as a checkpoint holds it: 20 steps, warm-up until 4; `keys` have "__" for the dot."""
+    """A config as stored: 20 steps, warm-up until 4. `keys` have "__" for the dot."""
     settings = {
         "training__global_batch_size": 8,
         "training__seq_len": 16,

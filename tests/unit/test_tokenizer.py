@@ -1,4 +1,4 @@
-"""The tokenizer: what ships, rank files of every family, errors that say what to do, training."""
+"""The tokenizer: what ships, rank files of every family, errors with advice, training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def embedded() -> Tokenizer:
 
 
 def write_llama_like(path: pathlib.Path, num_ranks: int) -> None:
-    """A rank file of that many tokens: the bytes, then made-up pairs and triples of them."""
+    """A rank file of this many tokens: the bytes, then made-up pairs and triples of them."""
     tokens = [bytes([byte]) for byte in range(256)]
     number = 0
     while len(tokens) < num_ranks:
@@ -93,7 +93,7 @@ def test_fingerprint_follows_ranks(embedded: Tokenizer, tmp_path: pathlib.Path) 
 
 
 def test_the_embedded_tokenizer_s_fingerprint_stays(embedded: Tokenizer) -> None:
-    """Cached tokens and checkpoints name it."""
+    """The fingerprint is stable: cached tokens and checkpoints name it."""
     assert embedded.fingerprint.startswith("17d029dc8dc6d3242ffef35376a82700")
 
 
@@ -113,7 +113,7 @@ def test_families(tmp_path: pathlib.Path, num_ranks: int, n_words: int, bos: int
 
 
 def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
-    """Ids as in Llama 3's own tokenizer: https://github.com/meta-llama/llama3 (llama/tokenizer.py)."""
+    """Ids of Llama 3's own tokenizer, https://github.com/meta-llama/llama3 (llama/tokenizer.py)."""
     write_llama_like(tmp_path / "tokenizer.model", 128_000)
     special = load_tokenizer(str(tmp_path / "tokenizer.model")).family.special_tokens
     assert sorted(special.values()) == list(range(128_000, 128_256))
@@ -123,7 +123,7 @@ def test_llama3_special_tokens(tmp_path: pathlib.Path) -> None:
     assert special["<|reserved_special_token_250|>"] == 128_255
 
 
-# --- which pattern ---------------------------------------------------------------------------------------------------
+# --- which pattern --------------------------------------------------------------------------------
 
 
 def test_a_rank_file_of_an_unknown_family_is_refused(tmp_path: pathlib.Path) -> None:
@@ -178,7 +178,7 @@ def test_the_config_takes_the_patterns_that_there_are() -> None:
     hint = typing.get_type_hints(ModelConfig)["tokenizer_pattern"]
     assert typing.get_args(hint) == ("", *PATTERNS)
     with pytest.raises(
-        ValueError, match=r"model\.tokenizer_pattern is 'lama3'; choose one of llama3"
+        ValueError, match=r"model\.tokenizer_pattern is 'lama3'; choose 'llama3', 'gpt2'"
     ):
         load_tokenizer("", "lama3")
 
@@ -208,7 +208,7 @@ def test_a_damaged_mark_is_named(embedded: Tokenizer, tmp_path: pathlib.Path) ->
     assert load_tokenizer(str(path), "llama3").fingerprint == embedded.fingerprint
 
 
-# --- what is no rank file --------------------------------------------------------------------------------------------
+# --- what is no rank file -------------------------------------------------------------------------
 
 
 def test_missing_file_says_what_to_do(tmp_path: pathlib.Path) -> None:
@@ -277,7 +277,7 @@ def test_llama3_pattern() -> None:
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where the trainer runs: with some text, a file of a byte-order mark alone, and an output of an earlier run."""
+    """A folder with a text, a file of a byte-order mark alone, and an earlier output."""
     monkeypatch.chdir(tmp_path)
     # it would hide the log from later tests
     monkeypatch.setattr(trainer, "init_logger", lambda: None)
@@ -344,7 +344,7 @@ def test_the_trainer_leaves_empty_texts_out(
 def test_the_trainer_takes_what_training_takes(
     folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs that are encoded in pieces, and halves of surrogate pairs."""
+    """Long runs, which are encoded in pieces, and lone surrogates."""
     record = json.dumps({"text": "abc" * 20_000 + " \ud800 and"})
     pathlib.Path("records.jsonl").write_text(record)
     arguments = ["--output", "out", "--vocab-size", "260", "--path", "records.jsonl"]

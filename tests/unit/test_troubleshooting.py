@@ -1,7 +1,8 @@
-"""docs/troubleshooting.md: each command of its tables prints the message that it says, and no more than a screenful.
+"""docs/troubleshooting.md: each command in its tables prints the message beside it, briefly.
 
-Mistakes that stop before any process starts are made with run_train.sh itself. Those that ranks find are made in a
-process that has torch already, by what torchrun would run there; `tests/distributed/test_launch.py` has the whole way.
+Mistakes that stop before any process starts are made with run_train.sh itself. Mistakes that ranks
+find are made in a process that has imported torch, which calls what torchrun would.
+`tests/distributed/test_launch.py` goes the whole way.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Mistake(NamedTuple):
 
 
 def table(number: int) -> list[Mistake]:
-    """The rows of a table of commands, the first being number 0."""
+    """The rows of the table of commands with this number, from 0."""
     header = "| command | message | what to do |\n|---|---|---|\n"
     rows = PAGE.split(header)[number + 1].split("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
@@ -55,7 +56,8 @@ def test_the_page_has_the_common_mistakes() -> None:
     assert len({mistake.command for mistake in BEFORE + ON_RANKS}) >= 20
     assert all(mistake.advice for mistake in BEFORE + ON_RANKS)
     # a message of dots alone would be true of anything
-    assert all(len(mistake.message.replace("…", "").strip()) > 25 for mistake in BEFORE + ON_RANKS)
+    messages = [mistake.message.replace("…", "").strip() for mistake in BEFORE + ON_RANKS]
+    assert all(len(message) > 25 for message in messages)
 
 
 @pytest.mark.parametrize("mistake", BEFORE, ids=lambda mistake: mistake.command)
@@ -114,7 +116,10 @@ def test_ranks_tell_a_mistake_once_and_with_a_traceback_only_where_asked(
 
 
 def train_main(folder: Path, arguments: list[str], attempt: Path | None = None) -> tuple[int, str]:
-    """On a rank: what `train.py` does with a command's arguments. Its exit status, and what is on the screen."""
+    """On a rank: do what `train.py` does with a command's arguments.
+
+    Returns the exit status and what is on the screen.
+    """
     import traceback
 
     import train
