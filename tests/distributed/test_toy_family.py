@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matrixtitan.config import Config, ConfigError, load_config
+from matrixtitan.tools import convert_checkpoint, generate, plan
 from matrixtitan.trainer import Trainer
 from models import FAMILIES, build_model, family, family_of_model_type, huggingface_of
 from models.base import LanguageModel
 from models.initialization import Normal, fill_rows
 from tests.distributed.test_trainer import TOLERANCE, config_for, corpus, curves
 from tests.lib.distributed import run_distributed
-from tools import convert_checkpoint, generate, plan
 
 __all__ = ["corpus"]  # a fixture
 ENTRY = f"{__name__}:Bigram"

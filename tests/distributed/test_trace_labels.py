@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from figures import COMMITTED, read_labels
 from matrixtitan.config import Config, load_config
 from matrixtitan.trainer import Trainer
 from tests.lib.distributed import run_distributed
-from tools.lab.figures import COMMITTED, read_labels
 
 CONFIG = """
 [job]

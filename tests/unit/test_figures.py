@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from tools.lab.figures import COMMITTED, FIGURES, Label, main, read_labels, spans
+from figures import COMMITTED, FIGURES, Label, main, read_labels, spans
 
 pytest.importorskip("matplotlib")
 
