@@ -1,6 +1,7 @@
-"""Optimizers for matrices that one rank holds whole, and what the trainer needs around them.
+"""Optimizers for matrices that one rank holds whole, and the trainer's code around them.
 
-`Muon`, `Shampoo` and `SOAP` are plain `torch.optim.Optimizer` classes. Read `muon.py` first, then `build.py`.
+`Muon`, `Shampoo` and `SOAP` are plain `torch.optim.Optimizer` classes. Read `muon.py` first, then
+`build.py`.
 """
 
 from matrixtitan.optim.muon import Muon

@@ -36,7 +36,7 @@ def orthogonalize(matrices: Sequence[Tensor], settings: NewtonSchulz) -> list[Te
 
 
 def batch_indices(shapes: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
-    """Indices to hand to one call of `orthogonalize` each, given shapes (..., R, C) as it sees them.
+    """Indices for each call of `orthogonalize`, from the shapes (..., R, C) that it is given.
 
     A call takes as many equal shapes as one batch holds, and no more, so that few updates and
     results are alive at a time.

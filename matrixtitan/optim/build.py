@@ -1,8 +1,9 @@
 """From a config and the parameters that this rank steps to its optimizers.
 
-Owns the parameter groups (role, pattern, decay), the list of torch optimizers over them, and their state keyed by
-parameter name. A rank that steps nothing gets an empty list that steps, clips, saves and loads like any other. No
-update rule is here (see `muon.py`, `shampoo.py`, `soap.py`) and nothing communicates. Next: `lr_schedule.py`.
+Owns the parameter groups (role, pattern, decay), the torch optimizers over them, and their state
+keyed by parameter name. A rank that steps nothing gets an empty list, which steps, clips, saves and
+loads like any other. Holds no update rule (see `muon.py`, `shampoo.py`, `soap.py`) and never
+communicates. Next: `lr_schedule.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ VECTOR_ELEMENTS = 64
 class StateTensor(NamedTuple):
     """One tensor of optimizer state.
 
-    `per_row`: dim 0 runs over the rows that the parameter has here, so for a row-split parameter the tensor is a chunk
-    of the whole state; otherwise (a step counter, a matrix's factor) every holder has all of it.
+    `per_row`: dim 0 runs over the rows that the parameter has here, so for a row-split parameter
+    the tensor is a chunk of the whole state. Otherwise (a step counter, a matrix's factor) every
+    holder has all of it.
     """
 
     fqn: str
@@ -40,7 +42,7 @@ class StateTensor(NamedTuple):
 
 
 class Optimizers:
-    """The optimizers of one rank, stepped together. None is fine."""
+    """The optimizers of one rank, stepped together. The list may be empty."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -49,7 +51,10 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """Every group of every optimizer. "name" is its role, "matrix" or "tail"; "pattern" the config's, or ""."""
+        """Every group of every optimizer.
+
+        A group's "name" is its role, "matrix" or "tail"; "pattern" is the config's, or "".
+        """
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self) -> None:
@@ -63,9 +68,9 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def allocate_state(self) -> None:
-        """Allocate all state from shapes, as before a first step, so that a checkpoint can be loaded in place.
+        """Allocate all state from shapes, before a checkpoint is loaded in place.
 
-        State that exists is left as it is.
+        Existing state is left as it is.
         """
         for optimizer in self.optimizers:
             if isinstance(optimizer, MatrixOptimizer):
@@ -74,7 +79,7 @@ class Optimizers:
                 _allocate_adamw(optimizer)
 
     def state_tensors(self) -> list[StateTensor]:
-        """The state that exists, by parameter name; the tensors themselves, not copies."""
+        """The existing state by parameter name: the tensors themselves, not copies."""
         found = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -91,11 +96,12 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
 
 
 def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> Optimizers:
-    """Optimizers over what this rank steps: `config.name` for the matrices, AdamW for the tail.
+    """Optimizers over this rank's parameters: `config.name` for the matrices, AdamW for the tail.
 
-    Parameters with no rows here and frozen ones are left out. A group of `config.groups` takes what its pattern
-    matches (the first that does) with its own lr and decay; other tail vectors (norms, biases) are not decayed.
-    Call `check_patterns` once with the names of the whole model: a rank cannot see that a pattern matches nothing.
+    Parameters with no rows here and frozen ones are left out. The first of `config.groups` whose
+    pattern matches a parameter gives it its own lr and decay. Other tail vectors (norms, biases)
+    are not decayed. A rank cannot see that a pattern matches nothing in the whole model: call
+    `check_patterns` once with the names of all parameters.
     """
     groups: dict[tuple[Any, ...], ParamGroup] = {}
     for param in params:
@@ -114,13 +120,14 @@ def build_optimizers(params: Sequence[LocalParam], config: OptimizerConfig) -> O
 
 
 def check_patterns(fqns: Iterable[str], config: OptimizerConfig) -> None:
-    """ValueError if a pattern of `config.groups` matches none of the model's parameter names `fqns`."""
+    """ValueError if a pattern of `config.groups` matches none of the model's names `fqns`."""
     names = list(fqns)
     for table in config.groups:
         if not any(fnmatchcase(name, table.pattern) for name in names):
             near = ", ".join(get_close_matches(table.pattern, names, n=3, cutoff=0.0))
             raise ValueError(
-                f"optimizer.groups: pattern {table.pattern!r} matches no parameter; the nearest names are {near}"
+                f"optimizer.groups: pattern {table.pattern!r} matches no parameter; the nearest "
+                f"names are {near}"
             )
 
 
@@ -147,11 +154,12 @@ def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
 
 
 def _block_rows(param: LocalParam) -> int | None:
-    """Rows of each matrix inside a 2D parameter; None where it is one matrix, or a stack whose slices are."""
+    """Rows of each matrix in a 2D parameter; None for a single matrix or a stack of them."""
     if len(param.full_shape) != 2 or param.block_rows == param.full_shape[0]:
         if len(param.full_shape) == 2 and param.tensor.size(0) != param.full_shape[0]:
             raise RuntimeError(
-                f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its matrix must be whole"
+                f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its "
+                "matrix must be whole"
             )
         return None
     return param.block_rows
@@ -178,9 +186,10 @@ def _build_adamw(
 
 
 def _takes_fused_adamw(param: LocalParam) -> bool:
-    """Whether AdamW's fused kernel, 3 times faster on the CPU, gives every row the same bits wherever rows are cut.
+    """Whether AdamW's fused kernel gives every row the same bits wherever rows are cut.
 
-    On the CPU it rounds what is left over from its vectors in another way, so rows must fill them.
+    The kernel is 3 times as fast on CPUs. There it rounds the elements that do not fill a vector in
+    another way, so rows must fill its vectors.
     """
     if param.tensor.device.type == "cpu":
         return len(param.full_shape) > 1 and prod(param.full_shape[1:]) % VECTOR_ELEMENTS == 0

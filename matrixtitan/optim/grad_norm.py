@@ -1,6 +1,6 @@
-"""Global gradient norm and clipping: the only communication between backward and the optimizer step.
+"""Global gradient norm and clipping: the only communication between backward and the step.
 
-It holds no state. One scalar is all-reduced, or none without a group.
+One scalar is all-reduced, or none without a group. Holds no state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements that are squared at once: 2 MB in float64, which stay in a core's cache; few kernels for a GPU."""
+"""Elements squared at once. On CPUs 2 MB in float64, which stay in a core's cache; on GPUs more,
+for fewer kernels."""
 
 
 @torch.no_grad()
@@ -24,16 +25,17 @@ def clip_grad_norm_(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scale `grads` in place so that their global 2-norm is at most `max_norm`; return the norm before that.
+    """Scale `grads` in place so that their global 2-norm is at most `max_norm`.
 
-    `grads` are the tensors that this rank holds, each gradient element on one rank of `group` only (may be empty,
-    then `device` says where the result lives; the default is the CPU). `max_norm` of 0 or infinity only measures.
-    Returns a float32 scalar, equal on all ranks. A non-finite norm is returned as it is and leaves the gradients
-    untouched: the caller decides. ValueError for a negative `max_norm`.
+    `grads` are the tensors that this rank holds. Each gradient element is on one rank of `group`
+    only. Where `grads` is empty, `device` says where the result lives; the default is the CPU. A
+    `max_norm` of 0 or infinity only measures. Returns the norm before scaling, a float32 scalar
+    that is equal on all ranks. A non-finite norm is returned and leaves the gradients untouched:
+    the caller decides. ValueError for a negative `max_norm`.
 
-    Squares are summed in float64, in pieces because that makes float64 copies. A float32 sum over 2e7 elements is off
-    by 1e-3 on the CPU, and squares of 1e20 or 1e-23 are out of float32's range. In float64 the printed norm does not
-    depend on who holds which rows either.
+    Squares are summed in float64, because a float32 sum over 2e7 elements is off by 1e-3 on CPUs
+    and squares of 1e20 or 1e-23 are out of float32's range. In float64 the printed norm does not
+    depend on who holds which rows either. The sum goes by pieces to keep the float64 copies small.
     """
     if not max_norm >= 0:
         raise ValueError(f"training.max_norm is {max_norm}; it must be 0 (only measure) or more")

@@ -1,7 +1,7 @@
 """The learning rate of every step: a pure function of the step, applied to each group's own peak.
 
-Warmup-stable-decay, with cosine and linear decay as the cases without a stable part. It keeps no state of its own, so
-a resumed run needs only the step. Next: `grad_norm.py`.
+Warmup-stable-decay; plain cosine and linear decay are the cases without a stable part. It keeps no
+state of its own, so a resumed run needs only the step. Next: `grad_norm.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def schedule_steps(config: LRSchedulerConfig, training_steps: int) -> int:
 def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
     """What the peak learning rate is multiplied by at the 1-based `step`.
 
-    It rises by 1/warmup_steps a step and is 1 at step warmup_steps; it stays there until the last decay_ratio of the
-    steps (a decay_ratio of None: no stable part), then falls to min_lr_factor at step total_steps. Later steps have the
-    rate of step total_steps.
+    It rises by 1/warmup_steps a step to 1 at step warmup_steps. It stays 1 until the last
+    decay_ratio of the steps (None: no stable part), then falls to min_lr_factor at step
+    total_steps. Later steps have the rate of step total_steps.
     """
     step = min(step, total_steps)
     if step <= config.warmup_steps:
@@ -40,7 +40,7 @@ def lr_factor(config: LRSchedulerConfig, total_steps: int, step: int) -> float:
 
 
 def _decayed(decay_type: str, progress: float) -> float:
-    """How much of the way from peak to minimum is done; 0 at progress 0, exactly 1 at progress 1."""
+    """The share of the way from peak to minimum: 0 at progress 0, exactly 1 at progress 1."""
     if decay_type == "linear":
         return progress
     if decay_type == "sqrt":
@@ -51,7 +51,7 @@ def _decayed(decay_type: str, progress: float) -> float:
 
 
 class LRSchedule:
-    """Sets the groups' learning rates. ValueError where the schedule does not fit into its steps."""
+    """Sets the groups' learning rates. ValueError where the schedule does not fit its steps."""
 
     def __init__(
         self, config: LRSchedulerConfig, optimizers: Optimizers, training_steps: int
@@ -69,7 +69,7 @@ class LRSchedule:
         self.optimizers = optimizers
 
     def factor(self, step: int) -> float:
-        """What every peak is multiplied by at the 1-based `step`; the same on ranks that step nothing."""
+        """The factor on every peak at the 1-based `step`, also on ranks that step nothing."""
         return lr_factor(self.config, self.total_steps, step)
 
     def set_step(self, step: int) -> None:

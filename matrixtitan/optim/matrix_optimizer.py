@@ -88,7 +88,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def allocate_state(self) -> None:
-        """Allocate the state of every parameter from its shape, before a checkpoint is loaded in place.
+        """Allocate all state from shapes, before a checkpoint is loaded in place.
 
         Existing state is left as it is.
         """
@@ -103,7 +103,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             self.state[param].update(self.initial_state(param, group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as the base class does, but keep the dtype of float32 state beside bfloat16 parameters.
+        """Load as the base class does, but keep float32 state beside bfloat16 parameters.
 
         ValueError where the state is another optimizer's or its shapes differ. Nothing has changed
         then.
@@ -135,8 +135,8 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         if theirs != ours:
             raise ValueError(
                 f"the state of {name} holds {sorted(theirs - ours)}, where a parameter of shape "
-                f"{tuple(param.shape)} needs {sorted(ours - theirs)} (name and shape): load it into "
-                "the model that it was saved from"
+                f"{tuple(param.shape)} needs {sorted(ours - theirs)} (name and shape): load it "
+                "into the model that it was saved from"
             )
 
     @abstractmethod
@@ -177,7 +177,7 @@ def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:
 
 
 def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
-    """A view whose last two dims are a matrix: (R, C) and (E, R, C) as they are, or (B, rows, C)."""
+    """A view whose last two dims are a matrix: `tensor` itself, or its blocks (B, rows, C)."""
     if tensor.ndim == 2 and block_rows is not None and block_rows != tensor.size(0):
         return tensor.unflatten(0, (-1, block_rows))
     return tensor

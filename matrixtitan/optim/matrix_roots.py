@@ -15,7 +15,7 @@ class DecompositionError(RuntimeError):
 
 
 def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues (..., n) and eigenvectors (..., n, n) in columns, in the matrix's dtype.
+    """Ascending eigenvalues (..., n), eigenvectors (..., n, n) in columns, in the matrix's dtype.
 
     DecompositionError where the matrix is not finite or the solver converges in neither precision.
     """

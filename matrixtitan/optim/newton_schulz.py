@@ -48,7 +48,7 @@ EXPONENT_BITS = 0x7F800000
 """Of a float32. Alone they are the largest power of two that does not exceed a positive number."""
 
 SMALLEST_SCALED_NORM = 2.0**-24
-"""Below the norm of every matrix but zero, once its largest element is divided by its power of two."""
+"""Below the norm of every scaled matrix but zero, also where all elements were subnormal."""
 
 
 @dataclass(frozen=True)

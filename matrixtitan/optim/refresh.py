@@ -15,7 +15,7 @@ logger = logging.getLogger("matrixtitan")
 
 
 def refresh_offset(name: str, frequency: int, stagger: bool) -> int:
-    """By how many steps a parameter's refreshes are moved: a function of its name, not its owner."""
+    """By how many steps a parameter's refreshes are moved: the same for any owner."""
     return crc32(name.encode()) % frequency if stagger else 0
 
 

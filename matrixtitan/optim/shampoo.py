@@ -34,8 +34,8 @@ class Shampoo(MatrixOptimizer):
 
     `graft` is the method that gives each update its norm, and steps alone before
     `start_preconditioning_step`: ("adam", beta2, eps), ("rmsprop", beta2, eps), ("adagrad", eps),
-    ("sgd",) or None. Decay is decoupled, with the plain lr. `stagger`, `max_failures` and `failures`
-    are as in `soap.SOAP`. State is float32.
+    ("sgd",) or None. Decay is decoupled, with the plain lr. `stagger`, `max_failures` and
+    `failures` are as in `soap.SOAP`. State is float32.
     """
 
     def __init__(

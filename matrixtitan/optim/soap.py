@@ -23,13 +23,13 @@ from matrixtitan.rules.soap import SOAPRule
 class SOAP(MatrixOptimizer):
     """SOAP over matrices (R, C) and stacks of them (E, R, C).
 
-    Factors L = EMA(G G^T) and R = EMA(G^T G) decay by `shampoo_beta`, or by `betas[1]` where that is
-    negative. Adam's moments live in the factors' eigenbases, which one power iteration and QR
-    refresh every `precondition_frequency` steps. A side longer than `max_precond_dim` has no factor.
-    `stagger` moves each parameter's refreshes by a number of steps that depends on its name, so that
-    no step pays for all of them. `normalize_grads` scales each update to unit RMS. `correct_bias` is
-    Adam's. A failed decomposition keeps the old basis, and `failures.total` counts it. After
-    `max_failures` in a row a step raises RuntimeError. State is float32.
+    Factors L = EMA(G G^T) and R = EMA(G^T G) decay by `shampoo_beta`, or by `betas[1]` where that
+    is negative. Adam's moments live in the factors' eigenbases, which one power iteration and QR
+    refresh every `precondition_frequency` steps. A side longer than `max_precond_dim` has no
+    factor. `stagger` moves each parameter's refreshes by a number of steps that depends on its
+    name, so that no step pays for all of them. `normalize_grads` scales each update to unit RMS.
+    `correct_bias` is Adam's. A failed decomposition keeps the old basis, and `failures.total`
+    counts it. After `max_failures` in a row a step raises RuntimeError. State is float32.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SOAP(MatrixOptimizer):
                 basis.copy_(torch.eye(basis.size(-1), device=basis.device).expand_as(basis))
 
     def _refresh_bases(self, state: dict[str, Tensor], name: str) -> None:
-        """New bases. The first moment is carried over exactly, the second permuted as the columns are."""
+        """New bases. The first moment is carried over, the second permuted as the columns are."""
         exp_avg = _project_back(state["exp_avg"], state)
         for side, dim in _sides(state).items():
             try:

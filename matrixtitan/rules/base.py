@@ -65,7 +65,7 @@ class Rule(Options):
         return any(spec.shape and spec.dtype == "float32" for spec in self.state((1, 1)).values())
 
     def state_bytes(self, rows: int, cols: int, param_bytes: int) -> int:
-        """Of one matrix (R, C), whose elements take `param_bytes`; step counters are not counted."""
+        """Of one matrix (R, C) of elements of `param_bytes`; step counters are not counted."""
         return sum(
             prod(spec.shape) * (param_bytes if spec.dtype == "param" else FLOAT32_BYTES)
             for spec in self.state((rows, cols)).values()

@@ -11,7 +11,8 @@ from matrixtitan.plan.cost import ADAMW_FLOPS
 from matrixtitan.rules.base import Rule, Shape, StateSpec, check_betas
 
 EIGH_FLOPS = 9
-"""n^3 of a symmetric eigendecomposition with vectors (Golub & Van Loan, Matrix Computations, 8.3)."""
+"""n^3 of a symmetric eigendecomposition with vectors.
+Golub & Van Loan, Matrix Computations, 8.3."""
 
 
 @dataclass(frozen=True)
