@@ -1,4 +1,4 @@
-"""`matrixtitan NAME ...`, or `python -m matrixtitan NAME ...`, starts `matrixtitan/tools/NAME.py`."""
+"""`matrixtitan NAME ...` or `python -m matrixtitan NAME ...` starts `matrixtitan/tools/NAME.py`."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class HuggingFace(Protocol):
 class LanguageModel(nn.Module, ABC):
     """A causal language model: token ids to logits, or to the summed loss.
 
-    Usually built under `torch.device("meta")`; each rank then calls `init_rows` for the rows that it
-    owns, and `init_buffers` once. A subclass's constructor calls this class's first, sets the
+    Usually built under `torch.device("meta")`; each rank then calls `init_rows` for the rows that
+    it owns, and `init_buffers` once. A subclass's constructor calls this class's first, sets the
     attributes below and draws no values. Parameters are 1D, 2D matrices of their own, or 3D stacks
     of matrices (E, R, C): fused matrices would be orthogonalised as one.
     """

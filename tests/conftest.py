@@ -1,4 +1,7 @@
-"""Every test starts from the same random state and one thread, as ranks do, and sees a GPU only if it is for one."""
+"""Every test starts from the same random state and with one thread, as ranks do.
+
+Only tests that are marked for a GPU see one.
+"""
 
 from __future__ import annotations
 

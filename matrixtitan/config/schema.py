@@ -37,8 +37,8 @@ class ModelConfig(Options):
     name: str = key("llama3", f"model family: {', '.join(FAMILIES)}")
     flavor: str = key(
         "debug",
-        "size of the model. llama3 has debug, 150M, 1B, 8B, 32B, 70B and 405B, and for measurements "
-        "bench and netlab",
+        "size of the model. llama3 has debug, 150M, 1B, 8B, 32B, 70B and 405B, and bench and "
+        "netlab for measurements",
     )
     tokenizer_path: str = key(
         "",

@@ -109,7 +109,7 @@ class ShardWriter:
         self._digest = hashlib.sha256()
 
     def append(self, tokens: np.ndarray, num_documents: int) -> None:
-        """Append `tokens`, (T,): documents or pieces of them. `num_documents` documents begin here."""
+        """Append `tokens` (T,): documents or pieces. `num_documents` documents begin here."""
         self.num_tokens += len(tokens)
         self.num_documents += num_documents
         while len(tokens):

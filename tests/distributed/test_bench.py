@@ -91,7 +91,7 @@ def test_every_strategy_in_one_run(tmp_path: Path) -> None:
 
 
 def matrix_elements() -> int:
-    """Of the netlab flavor: six blocks, each with four square and three feed-forward projections."""
+    """Of the netlab flavor: six blocks with four square and three feed-forward projections each."""
     return 6 * (4 * 96 * 96 + 3 * 96 * 256)
 
 

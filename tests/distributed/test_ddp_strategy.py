@@ -1,4 +1,4 @@
-"""DDP as the reference: summed gradients, any split of the batch, against one process without any wrapper."""
+"""DDP as the reference: summed gradients and any split of the batch, against one plain process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCES = 12
 
 
 class Model(nn.Module):
-    """Two matrices and a bias; `forward(tokens, labels)` is a sum over tokens, as the trainer's models give."""
+    """Two matrices and a bias. `forward(tokens, labels)` sums over tokens, as trained models do."""
 
     def __init__(self) -> None:
         super().__init__()

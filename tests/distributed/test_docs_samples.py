@@ -1,4 +1,4 @@
-"""The Python samples of README and docs/library.md run as they are, on two ranks, and their losses fall."""
+"""The Python samples of README and docs/library.md run on two ranks, and their losses fall."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Gradients whose sums are exact give bit-identical updates at any number of ranks, for every optimizer.
+"""Exact sums of gradients give bit-identical updates at any number of ranks, for every optimizer.
 
-The loss is linear in the weights with integer coefficients, so each rank's gradient is that integer and any order of
-summation gives the same float. What is left to differ would be the update itself.
+The loss is linear in the weights with integer coefficients, so each rank's gradient is that integer
+and any order of summation gives the same float. Only the update itself could still differ.
 """
 
 from __future__ import annotations

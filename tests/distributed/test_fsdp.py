@@ -191,7 +191,7 @@ def test_two_runs_have_the_same_bits(transport: str, prefetch: int) -> None:
 
 
 def transport_of_unequal_machines(names: list[str]) -> list[str]:
-    """Three ranks on one machine, one on another. The shard group of ranks 2 and 3 straddles both."""
+    """Three ranks on one machine, one on another. The shard group of ranks 2 and 3 spans both."""
     rank = dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = ["3", "3", "3", "1"][rank]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

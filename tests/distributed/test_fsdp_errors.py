@@ -211,7 +211,7 @@ def test_units_in_another_order_on_one_rank_end_all_ranks(transport: str, prefet
 
 
 def forward_that_raised() -> None:
-    """A forward raises on all ranks. Then units are called outside of the model, in another order."""
+    """A forward raises on all ranks. Then units are called outside the model, in another order."""
     model = make_toy()
     fully_shard(model, units=toy_units())
     tokens, labels = batch(0)
@@ -266,7 +266,7 @@ TIMEOUT = 3
 
 
 def freeze_in_backward(transport: str) -> str:
-    """Rank 1 stops for ever, with its connections open; the others raise, and say after how long."""
+    """Rank 1 stops for ever with its connections open. The others raise and say after how long."""
     model = make_toy()
     sharded = fully_shard(
         model, units=toy_units(), transport=transport, timeout=timedelta(seconds=TIMEOUT)

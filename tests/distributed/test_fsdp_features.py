@@ -1,9 +1,10 @@
 """What trainers do to a sharded model: each feature is trained next to an unsharded copy.
 
 On 2 shards, and on 2 replicas of 2 shards. The unsharded ("plain") copy stands for DDP. DDP's loss
-is the mean of its ranks' losses on their shares, and its gradient the mean of theirs. The plain copy
-computes both on the whole batch at once, which is the same up to rounding. Where it would not be the
-same (bfloat16, or a branch that depends on the rank), the plain copy takes one share after another.
+is the mean of its ranks' losses on their shares, and its gradient the mean of theirs. The plain
+copy computes both on the whole batch at once, which is the same up to rounding. Where it would not
+be the same (bfloat16, or a branch that depends on the rank), the plain copy takes one share after
+another.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ def train_in_step(
 ) -> None:
     """Train both copies, and check in each step that their gradients and losses agree.
 
-    A step accumulates `passes` batches, the same ones in each step, and calls `before(index)` before
-    each. `mine` runs the sharded copy on this rank's share, and `whole` (None: `mine`) the plain
-    copy on the whole batch. `optimizers` are those of the two copies. None is SGD: Adam would hide
-    gradients of a wrong scale.
+    A step accumulates `passes` batches, the same ones in each step, and calls `before(index)`
+    before each. `mine` runs the sharded copy on this rank's share, and `whole` (None: `mine`) the
+    plain copy on the whole batch. `optimizers` are those of the two copies. None is SGD: Adam would
+    hide gradients of a wrong scale.
     """
     if optimizers is None:
         ours, theirs = (
@@ -139,7 +140,7 @@ def compare_toy(
     mine: Backward = backward,
     **kwargs: Any,
 ) -> None:
-    """Train plain and sharded copies; `prepare` changes each, the sharded one after `fully_shard`."""
+    """Train plain and sharded copies. `prepare` changes both, the latter after `fully_shard`."""
     plain, model = make_toy(), make_toy()
     prepare(plain)
     sharded = shard(model, replicas, **kwargs)
@@ -337,7 +338,7 @@ def heads_by_turns_accumulated(replicas: int) -> None:
 
 
 def backward_that_raises(replicas: int) -> None:
-    """A backward that raises on every rank, in the middle, loses its own gradients and no others."""
+    """A backward that raises midway on every rank loses its own gradients and no others."""
     plain, model = make_toy(), make_toy()
     sharded = shard(model, replicas)
 

@@ -237,7 +237,7 @@ def test_full_gradients_are_the_memory_tables_to_the_byte(
 
 
 def accumulated_sums(in_flight: int) -> None:
-    """The first backward's sums all wait, and become the gradients; later ones are added by unit."""
+    """The first backward's sums wait and become the gradients; later sums are added by unit."""
     model, sharded = sharded_toy(1, "default")
     sharded._schedule.max_reductions = in_flight
     waiting: list[int] = []

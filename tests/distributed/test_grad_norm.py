@@ -1,4 +1,4 @@
-"""The global norm over ranks: one scalar all-reduce, the same bits for any split of the gradients."""
+"""The global norm: one scalar all-reduce, and the same bits for any split of the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job with more ranks than matrices: ranks that own no matrix, or nothing at all, train, clip, save and load."""
+"""More ranks than matrices: ranks that own no matrix, or nothing, train, clip, save and load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.md: every command runs, in order, in one shell, from a folder that looks like a fresh checkout."""
+"""Every command of docs/tutorial.md runs, in order and in one shell, in a fresh checkout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Checkpoints saved by the release of 2 December 2026 open, and their runs go on with the same losses.
+"""Checkpoints saved on 2 December 2026 open, and their runs go on with the same losses.
 
-`data/old_checkpoints` holds step 4 of 8 of two tiny runs on 2 ranks, their corpus, and the losses of all 8 steps.
+`data/old_checkpoints` holds step 4 of 8 of two tiny runs on 2 ranks, their corpus, and the losses
+of all 8 steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every optimizer against trajectories of the public reference implementations, number by number.
 
-`data/` holds one file per case: for each shape RxC a weight, 12 gradients and the weights after each step, made by
-running the reference (PyTorch 2.13, CPU, float32) with the options in cases.json.
+`data/` holds one file per case: for each shape RxC a weight, 12 gradients and the weights after
+each step. The reference made them with the options in cases.json (PyTorch 2.13, CPU, float32).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def largest_error(
 ) -> float:
     """The largest difference of any weight after any step, over all shapes of a case.
 
-    `stacked` runs each matrix as both slices of a stack. `optimizer_class` replaces the one that the case names.
+    `stacked` runs each matrix as both slices of a stack. `optimizer_class` replaces the case's.
     """
     options = {OUR_NAMES.get(key, key): value for key, value in CASES[case].items()}
     named = CLASSES[options.pop("kind")]
@@ -69,10 +69,11 @@ def test_muon_with_float32_iterations(form: str) -> None:
 
 
 def rounding_of_the_recording(case: str) -> float:
-    """How far a recorded two-sided SOAP trajectory lies from the exact one (float64, to the rules' letter).
+    """How far a recorded two-sided SOAP trajectory lies from the exact one in float64.
 
-    soap_f4's first factor has eigenvalues so near each other that float32 turns its eigenvectors by 1e-4. How much
-    depends on the CPU: the reference itself, run on another, is as far from its recording.
+    soap_f4's first factor has eigenvalues so near each other that float32 turns its eigenvectors by
+    1e-4. How much depends on the CPU: on another CPU the reference itself is as far from its
+    recording.
     """
     options = {key: value for key, value in CASES[case].items() if key != "kind"}
     arrays = np.load(DATA / f"{case}.npz")
@@ -104,7 +105,7 @@ def test_soap_and_shampoo(case: str, stacked: bool) -> None:
 
 
 def test_wrong_options_do_not_pass() -> None:
-    """The tolerances tell one setting from another: a test that could not fail would show nothing."""
+    """The tolerances tell settings apart: a test that could not fail would show nothing."""
     assert largest_error("muon_keller", ns_dtype="float32", nesterov=False) > 3e-3
     assert largest_error("soap_f4", normalize_grads=True) > 1e-4
     assert largest_error("shampoo_f4", stagger=True) > 1e-4

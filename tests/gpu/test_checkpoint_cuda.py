@@ -1,4 +1,4 @@
-"""Saving from a GPU: pinned copies are of the moment of the save, and a save and load give the same."""
+"""Saving from a GPU: pinned copies hold the moment of the save; a save and a load agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA path of the runtime: streams, NCCL, bfloat16. One process per GPU; skipped where there is no GPU."""
+"""The CUDA path of the runtime: streams, NCCL, bfloat16. One process per GPU; skipped without."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Several NCCL ranks, all on one GPU: transports, streams, strategies and layouts against the CPU.
 
-NCCL takes two ranks for two hosts where NCCL_HOSTID says so, and connects them by sockets: slow, but its collectives,
-its streams and its coalescing are the ones of a cluster.
+NCCL_HOSTID makes NCCL take two ranks for two hosts, which it connects by sockets. This is slow, but
+its collectives, streams and coalescing are the ones of a cluster.
 """
 
 from __future__ import annotations

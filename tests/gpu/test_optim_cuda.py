@@ -1,4 +1,4 @@
-"""Optimizers on a GPU: bfloat16 iterations to the bit, both forms' errors, state and clipping on the device."""
+"""Optimizers on a GPU: bfloat16 iterations bitwise, both forms' errors, state and clipping."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Muon with the roundings of KellerJordan/Muon: one per operation, in the dtype of the iteration.
 
-The published code's recordings (`tests/golden`) hold bfloat16 iterations, in which the order of rounding shows. This
-class steps with our momentum and scale, and with that order.
+The published code's recordings (`tests/golden`) hold bfloat16 iterations, in which the order of
+rounding shows. This class steps with our momentum and scale, and with that order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Literal float64 references: each update rule as its paper states it, one matrix, one loop, no options of speed.
+"""Literal float64 references: each update rule as its paper states it, for one matrix, in one loop.
 
-Written for reading beside the papers, apart from matrixtitan's code; tests compare trajectories with them.
+They are written for reading beside the papers, and share no code with matrixtitan. Tests compare
+trajectories with them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def shampoo(
     weight_decay: float,
     graft: tuple[float, float],
 ) -> list[Tensor]:
-    """Weights after each step, roots every step, grafted to Adam with `graft` (beta2, eps), bias-corrected."""
+    """Weights after each step. Roots every step; grafted to bias-corrected Adam (beta2, eps)."""
     weight, weights = weight.double(), []
     rows, cols = weight.shape
     left, right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
@@ -92,7 +93,7 @@ def soap(
     weight_decay: float,
     frequency: int,
 ) -> list[Tensor]:
-    """Weights after each step, both sides preconditioned, the first step used to build the bases only."""
+    """Weights after each step. Both sides are preconditioned; the first step only builds bases."""
     weight, weights = weight.double(), []
     rows, cols = weight.shape
     left, right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
@@ -122,7 +123,7 @@ def soap(
 
 
 def _refined(factor: Tensor, basis: Tensor, average_sq: Tensor) -> tuple[Tensor, Tensor]:
-    """The basis after one power iteration and QR, and the second moment with its rows in the new order."""
+    """The basis after one power iteration and QR, and the second moment in the new row order."""
     order = torch.diag(basis.T @ factor @ basis).argsort(descending=True)
     return torch.linalg.qr(factor @ basis[:, order]).Q, average_sq[order]
 

@@ -1,4 +1,4 @@
-"""An optimizer that normalises its update takes the same step for any positive factor of the gradient."""
+"""An optimizer that normalises its update steps alike for any positive factor of the gradient."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_normalize_takes_every_finite_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
 def test_zero_gradients_give_zero_updates(layout: str, form: str, factor: float) -> None:
-    """Also where one slice of a stack, one head, or one matrix of a batch is zero beside others that are not."""
+    """Also where a slice of a stack, a head or a matrix of a batch is zero and others are not."""
     options = {"form": form, "ns_dtype": "float32"}
     grads = [grad * factor for grad in gradients(layout, 12, 20, 0)]
     blocks = [grad.view(-1, 12, 20) if layout != "tall" else grad[None] for grad in grads]
@@ -152,7 +152,7 @@ def test_zero_gradients_give_zero_updates(layout: str, form: str, factor: float)
 
 
 def test_a_clipped_gradient_takes_the_same_step() -> None:
-    """A norm of 5e7 clipped to 1, and clipping to 1e-6: far under where published code floors the norm, per matrix."""
+    """A norm of 5e7 clipped to 1, or clipped to 1e-6: far below published code's floor of norms."""
     steps = []
     for size, max_norm in ((1.0, 0.0), (5e7, 1.0), (1.0, 1e-6), (1e-28, 1e-29), (1e28, 1e-6)):
         grads = [grad * size / 50 for grad in gradients("batch", 12, 20, 0)]

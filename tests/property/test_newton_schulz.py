@@ -1,4 +1,4 @@
-"""Properties of the orthogonalisation: for any shape and spectrum, in both forms, batched or not."""
+"""Properties of the orthogonalisation, for any shape and spectrum, both forms, batched or not."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_polar_express_is_closer_than_the_quintic_with_more_steps() -> None:
 def test_the_restart_keeps_the_gram_form_stable_in_bfloat16(
     rank: int, decay: float, coefficients: str
 ) -> None:
-    """Low-rank and decaying spectra, where the Gram form without a restart leaves by 1e2 and more."""
+    """Low-rank and decaying spectra. The Gram form without a restart is wrong by 1e2 and more."""
     values = torch.zeros(32)
     values[:rank] = torch.logspace(0, -decay, rank)
     matrix = with_spectrum(values, 128)
@@ -231,7 +231,7 @@ def test_onednn_is_taken_for_large_float32_matrices_where_it_pays(
 def test_onednn_and_mkl_agree(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], form: Any
 ) -> None:
-    """Both ways on any machine, whichever it takes by itself; transposed products once cost a digit here."""
+    """Both ways on any machine, whichever it takes by itself."""
     matrix = random_matrix(0, *shape)
     for pays in (True, False):
         monkeypatch.setattr("matrixtitan.optim.cpu.onednn.pays", lambda pays=pays: pays)

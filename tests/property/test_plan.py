@@ -102,7 +102,7 @@ def test_bytes_are_all_accounted_for_and_near_balance(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(SIDES, min_size=1, max_size=40), st.integers(1, 12))
 def test_poured_rows_level_ranks_to_a_row(sides: list[int], world_size: int) -> None:
-    """A table larger than all matrices together can level any matrices, to about one of its rows."""
+    """A table larger than all matrices together levels any matrices, to about one of its rows."""
     specs = [
         ParamSpec(f"m{i}", (side, 64), "matrix", f"u{i % 3}", side) for i, side in enumerate(sides)
     ]

@@ -166,13 +166,13 @@ MISTAKES = [
     (
         "",
         ("--parallelism.strategy", "ddp", "--parallelism.transport", "ring"),
-        r"parallelism\.transport is set, but has no effect: it needs parallelism\.strategy matrix_f",
+        r"parallelism\.transport is set, but has no effect: it needs parallelism\.strategy matrix_",
     ),
     ("", ("--optimizer.matrix_exchange", "gather_each"), r"it needs parallelism\.strategy fsdp2"),
     (
         "",
         (*SHAMPOO, "--optimizer.shampoo.graft", "none", "--optimizer.shampoo.graft_beta", "0.5"),
-        r"optimizer\.shampoo\.graft_beta is set, but has no effect: it needs graft adam, and that is",
+        r"optimizer\.shampoo\.graft_beta is set, but has no effect: it needs graft adam, and that",
     ),
     ("", ("--training.max_consecutive_skips", "3"), r"it needs on_nonfinite skip"),
     ("", ("--checkpoint.export_dtype", "bfloat16"), r"it needs last_save_model_only true"),

@@ -416,7 +416,7 @@ def test_the_flavor_to_train_it_as_is_printed(
 
 
 class PeakMemory:
-    """Peak growth of this process's memory, without mapped files, inside the with block, in bytes."""
+    """Peak growth of this process's memory inside the block, in bytes, without mapped files."""
 
     def __enter__(self) -> PeakMemory:
         self.start, self.peak = self._now(), 0

@@ -93,7 +93,7 @@ def test_seed_decides_the_samples(net: Llama) -> None:
 
 @torch.no_grad()
 def test_samples_follow_the_tempered_probabilities(net: Llama) -> None:
-    """2,000 draws of one token: frequencies within 4 standard deviations, none outside the top 5."""
+    """2,000 draws of a token: frequencies within 4 standard deviations, none outside the top 5."""
     count, temperature = 2000, 1.5
     logits = net(torch.tensor([[7, 1]]))[0, -1]
     best = logits.topk(5)

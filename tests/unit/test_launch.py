@@ -1,4 +1,4 @@
-"""run_train.sh and tools/setup_env.sh with a stand-in for Python: nothing is installed or trained."""
+"""run_train.sh and tools/setup_env.sh with a stand-in for Python: nothing is installed or run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Answers the scripts' calls of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin, and
-# `-m pip` writes a line to the log.
+# Answers the scripts' calls of an interpreter. `-m venv [--clear] .venv` copies it to .venv/bin,
+# and `-m pip` writes a line to the log.
 FAKE_PYTHON = """#!/usr/bin/env bash
 here="$(dirname "${BASH_SOURCE[0]}")"
 case "$1 ${2:-}" in

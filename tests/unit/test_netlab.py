@@ -137,7 +137,7 @@ def test_link_has_its_rate_and_counts_its_bytes(tmp_path: Path) -> None:
 
 @needs_network
 def test_small_messages_do_not_wait_behind_a_long_queue() -> None:
-    """A round trip beside a transfer that fills the link. With TCP's usual segments it takes longer."""
+    """A round trip beside a transfer that fills the link. TCP's usual segments take longer."""
     done = run_netlab(
         "--nodes", "2", "--rate", "10mbit", "--", sys.executable, "-c", PING_BESIDE_BULK
     )

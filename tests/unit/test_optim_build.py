@@ -1,4 +1,4 @@
-"""From parameters and a config to groups, optimizers and state: roles, patterns, decay, empty ranks."""
+"""From parameters and a config to groups, optimizers and state, also on ranks without any."""
 
 from __future__ import annotations
 
@@ -87,10 +87,22 @@ def test_every_rule_trains_everything(name: Any) -> None:
 @NAMES
 def test_options_arrive(name: Any) -> None:
     config = refreshing(
-        name, betas=(0.7, 0.8), eps=1e-5, momentum=0.5, nesterov=False, ns_steps=3,
-        ns_coefficients="polar_express", scale="spectral", precondition_frequency=7, max_precond_dim=9,
-        start_preconditioning_step=3, shampoo_beta=0.6, graft_beta=0.4, graft_eps=1e-3, stagger=False,
-    )  # fmt: skip
+        name,
+        betas=(0.7, 0.8),
+        eps=1e-5,
+        momentum=0.5,
+        nesterov=False,
+        ns_steps=3,
+        ns_coefficients="polar_express",
+        scale="spectral",
+        precondition_frequency=7,
+        max_precond_dim=9,
+        start_preconditioning_step=3,
+        shampoo_beta=0.6,
+        graft_beta=0.4,
+        graft_eps=1e-3,
+        stagger=False,
+    )
     config = replace(config, tail_betas=(0.1, 0.2), tail_eps=1e-4)
     groups = by_parameter(build_optimizers(model(), config))
     expected: dict[str, dict[str, Any]] = {
@@ -297,6 +309,6 @@ def test_the_tail_is_the_same_to_the_bit_however_its_rows_are_cut(
 
 @pytest.mark.parametrize("columns", [13, 64])
 def test_both_of_torchs_kernels_are_taken(columns: int) -> None:
-    """The fused one only where its rounding cannot depend on the cuts; rows of 13 would not fill its vectors."""
+    """Fused only where rounding cannot depend on the cuts: rows of 13 do not fill its vectors."""
     group = build_optimizers([local("embed", 9, columns)], CONFIG).param_groups[0]
     assert (group["fused"], group["foreach"]) == (columns == 64, columns != 64)

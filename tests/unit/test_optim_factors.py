@@ -1,4 +1,4 @@
-"""SOAP and Shampoo: float64 references, long sides, stacks, refresh schedule, failed decompositions, state."""
+"""SOAP and Shampoo: float64 references, long sides, stacks, refresh, failed decompositions."""
 
 from __future__ import annotations
 

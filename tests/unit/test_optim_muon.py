@@ -1,4 +1,4 @@
-"""Muon: bit equality with torch.optim.Muon, a float64 reference, scales, blocks, stacks, wrong options."""
+"""Muon: equal to torch.optim.Muon bitwise and to a float64 reference; scales, blocks, stacks."""
 
 from __future__ import annotations
 

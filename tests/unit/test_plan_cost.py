@@ -147,7 +147,7 @@ def test_star_grows_with_ranks_and_the_others_do_not() -> None:
 
 
 def test_transport_times_of_the_measured_links() -> None:
-    """Predictions are within 20% of times measured on gloo, 8 emulated hosts at 100 Mbit/s, 8 MB."""
+    """Predictions are within 20% of times on gloo: 8 emulated hosts at 100 Mbit/s, 8 MB."""
     even, uneven = [MIB] * 8, [int(8 * MIB * share / 10) for share in (5, 3, 1, 1, 0, 0, 0, 0)]
     measured = {  # unshard and reduction, of the even and of the uneven unit
         "ring": ((0.666, 0.659), (0.705, 0.703)),

@@ -1,4 +1,4 @@
-"""A new rule touches one registry: config, planner, optimizers and checkpoints read what it declares."""
+"""A new rule touches one registry. Config, planner, optimizers and checkpoints read the rule."""
 
 from __future__ import annotations
 

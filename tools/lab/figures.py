@@ -263,7 +263,7 @@ def spans(labels: Sequence[Label]) -> list[Span]:
 
 
 def _gathered(labels: Sequence[Label], computes: Sequence[Span]) -> list[Span]:
-    """From an unshard to the last compute before the unit's next unshard, or before its reduction."""
+    """From an unshard to the last compute before the unit's next unshard or its reduction."""
     found = []
     for index, label in enumerate(labels):
         if label.event != "unshard":

@@ -4,8 +4,8 @@
     python tools/lab/ns_table.py --write-batches  only the table's figures for batches (2 minutes)
     python tools/lab/ns_table.py --report         our time against the plain iteration's
 
-The table is matrixtitan/optim/cpu/newton_schulz_table.py, for one thread and float32. Runs read it and
-never measure, so two runs of one config do the same arithmetic. Candidates are timed in
+The table is matrixtitan/optim/cpu/newton_schulz_table.py, for one thread and float32. Runs read it
+and never measure, so two runs of one config do the same arithmetic. Candidates are timed in
 alternation, so that a busy machine slows all of them alike. The report compares medians.
 """
 
@@ -62,7 +62,7 @@ SEVERAL = 4
 MARGIN = 1.03
 """How much faster a candidate must be to replace the simpler one, because of noise."""
 
-TEMPLATE = '''"""Which form of Newton-Schulz each shape takes. Written by `tools/lab/ns_table.py`."""
+TEMPLATE = '''"""Which form of Newton-Schulz a shape takes. Written by `tools/lab/ns_table.py`."""
 
 from typing import Literal
 

@@ -9,7 +9,7 @@ latency is the time of the same operation, in the same rounds, with a few bytes 
 of a prediction is bytes over the rate. `--check` fails if a time is more than 20% from its formula,
 or if the ring's bytes are more than 5% above theirs. `--overlap` computes at the same time, for
 about as long, and prints how much of the shorter of the two is hidden.
-Next: `matrixtitan/fsdp/transports.py`, and `matrixtitan/plan/transport_registry.py` for the formulas.
+Next: `matrixtitan/fsdp/transports.py`; the formulas are in `plan/transport_registry.py`.
 """
 
 from __future__ import annotations

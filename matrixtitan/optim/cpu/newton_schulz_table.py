@@ -1,4 +1,4 @@
-"""Which form of Newton-Schulz each shape takes. Written by `tools/lab/ns_table.py`; do not edit by hand."""
+"""Which form of Newton-Schulz a shape takes. Written by `tools/lab/ns_table.py`."""
 
 from typing import Literal
 
@@ -62,8 +62,9 @@ FORMS: dict[int, dict[float, FormEntry]] = {
         4.0: ("gram", 2, 3),
     },
 }
-"""short side -> long side / short side -> (form, depth of X X^T, depth of (R, R) products), for float32 on the CPU;
-measured with one thread."""
+"""short side -> long side / short side -> (form, depth of X X^T, depth of (R, R) products).
+
+For float32 on the CPU, measured with one thread."""
 
 BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
     16: {
@@ -95,10 +96,10 @@ BATCHED_FORMS: dict[int, dict[float, FormEntry]] = {
         4.0: ("gram", 0, 0),
     },
 }
-"""The same for batches of equal shapes, where a call's own cost is shared."""
+"""The same for batches of equal shapes, which share the cost of a call."""
 
 BATCH_ELEMENTS = 98304
 """Elements up to which equal shapes are multiplied as one batch."""
 
 ONEDNN_ROWS = 128
-"""The smallest short side from which oneDNN's products are taken where they pay at all (see `onednn.py`)."""
+"""The smallest short side that uses oneDNN's products, if they pay (see `onednn.py`)."""
