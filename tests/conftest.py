@@ -5,8 +5,13 @@ Only tests that are marked for a GPU see one.
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
+
+# A shell starts background jobs with SIGINT ignored, and processes that tests start inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
