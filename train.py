@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from matrixtitan.config import Config, ConfigError, load_config
+from matrixtitan.config.errors import report
 from matrixtitan.mistakes import is_mistake, tell, told_by_another
 
 PEER_SECONDS = 5.0
@@ -17,7 +18,7 @@ def main() -> int:
         # before torch is imported: a mistake is answered at once
         config = load_config(sys.argv[1:])
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(report(error), file=sys.stderr)
         return 2
     if told_by_another():
         return 2  # a restart does not help against a mistake

@@ -34,7 +34,13 @@ class BatchSplit(NamedTuple):
 
 def check_ranks(config: Config, world_size: int) -> None:
     """ValueError if `world_size` ranks cannot run `config`. A dry run counts its imagined ranks."""
-    world_size = config.parallelism.dry_run_world_size or world_size
+    imagined = config.parallelism.dry_run_world_size
+    if imagined and world_size > 1:
+        raise ValueError(
+            f"parallelism.dry_run_world_size {imagined}: a dry run is one process that runs one of "
+            f"{imagined} imagined ranks, and this run has {world_size} processes. Set NPROC to 1"
+        )
+    world_size = imagined or world_size
     mesh_shape(config.parallelism, world_size)
     split_batch(config.training, world_size)
 

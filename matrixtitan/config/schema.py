@@ -21,6 +21,9 @@ from models import FAMILIES
 
 Dtype = Literal["float32", "bfloat16"]
 
+SEEDS = 2**63
+"""A seed is a signed number of 64 bits: from -SEEDS to SEEDS - 1."""
+
 OWNED = Needs("parallelism.strategy", ("matrix_fsdp",))
 SHARDED = Needs("parallelism.strategy", ("matrix_fsdp", "fsdp2"))
 RIVAL = Needs("parallelism.strategy", ("fsdp2",))
@@ -110,7 +113,9 @@ class DataConfig(Options):
     num_workers: int = key(
         1, "processes per rank that read batches ahead; 0 reads in the training process", low=0
     )
-    seed: int | None = key(None, "seed of the order of the data; none: debug.seed")
+    seed: int | None = key(
+        None, "seed of the order of the data; none: debug.seed", low=-SEEDS, high=SEEDS - 1
+    )
     allow_data_change: bool = key(
         False, "resume even if the data or its order has changed since the checkpoint"
     )
@@ -540,7 +545,10 @@ class ValidationConfig(Options):
 @dataclass(frozen=True)
 class DebugConfig(Options):
     seed: int = key(
-        0, "seed of the initial weights and, unless data.seed is set, of the order of the data"
+        0,
+        "seed of the initial weights and, unless data.seed is set, of the order of the data",
+        low=-SEEDS,
+        high=SEEDS - 1,
     )
     deterministic: bool = key(False, "use deterministic algorithms alone, which are slower on GPUs")
     traceback: bool = key(

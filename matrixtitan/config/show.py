@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from matrixtitan.config.schema import Config
-from matrixtitan.options import Options, hints_of
+from matrixtitan.options import LARGEST, Options, hints_of
 from matrixtitan.rules import RULES
 
 
@@ -142,6 +142,8 @@ def markdown() -> str:
         "  other key it needs. The keys of a section that has an `enable` key may be set while it "
         "is",
         "  false.",
+        f"- A whole number without an upper limit of its own is at most {LARGEST}.",
+        "- Of a key that is given twice on the command line, the last value counts.",
         "- `--print-config` prints the config that a command line results in. `--help` prints "
         "this page",
         "  as text.",

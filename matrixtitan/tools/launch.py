@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matrixtitan.config import load_config
+from matrixtitan.config.errors import report
 from matrixtitan.mistakes import exit_code
 from matrixtitan.ranks import check_ranks
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv[script + 1 :])
         check_ranks(config, _number(argv, "--nnodes") * _number(argv, "--nproc-per-node"))
     except ValueError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(report(error), file=sys.stderr)
         return 2
 
     from torch.distributed import DistNetworkError

@@ -222,13 +222,14 @@ def test_a_mistake_that_only_a_rank_sees_is_told_once_and_not_tried_again(runs: 
 
 def test_a_bug_ends_with_its_traceback_and_torchruns_report(runs: Runs) -> None:
     """An exception that a library raises, on rank 0 alone, stands for a bug."""
-    (runs.folder / "out/metrics.jsonl").mkdir(parents=True)
+    (runs.folder / "out").mkdir()
+    (runs.folder / "out/plan.json").symlink_to("/dev/full")
     process = runs.start()
     assert runs.finish(process, 150) == 1
     log, cause, last = runs.log(process).partition("Root Cause")
     assert cause, log
     assert "Traceback" in log
-    assert "IsADirectoryError: " in last
+    assert "OSError: " in last
     assert "error: " not in log.splitlines()
 
 

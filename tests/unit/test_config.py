@@ -247,6 +247,12 @@ MISTAKES = [
         ),
         r"holds 2 triples for ns_steps 1",
     ),
+    ("", ("--training.seq_len", "9" * 20), r"training\.seq_len is 9{20}; it must be at most 2147"),
+    ("", ("--data.seed", "9" * 20), r"data\.seed is 9{20}; it must be from -9223"),
+    ("", ("--optimizer.lr", "9" * 400), r"optimizer\.lr must be number, not 999"),
+    ("", ("--training.steps", "9" * 5000), r"training\.steps must be whole number, not '999"),
+    ("[job]\ndescription = " + "9" * 5000, (), "not a TOML file"),
+    ("[[job]]\n", (), r"job is \[\{\}\]; it must be a table: write its keys below a line \[job\]"),
     ("", ("--optimizer.groups", "[{lr = 1}]"), r"optimizer\.groups\[0\]\.pattern is empty"),
     (
         "",
@@ -262,6 +268,13 @@ def test_mistakes_name_the_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text, *overrides)
+
+
+def test_of_a_key_given_twice_the_last_value_counts(tmp_path: Path) -> None:
+    assert (
+        load(tmp_path, "", "--training.steps", "3000", "--training.steps=4000").training.steps
+        == 4000
+    )
 
 
 def test_the_file_is_named(tmp_path: Path) -> None:

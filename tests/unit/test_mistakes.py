@@ -74,8 +74,10 @@ def test_without_torchrun_each_process_tells(
         ("3", ["--training.local_batch_size", "8"], 2),
         ("2", ["--parallelism.data_parallel_shard_degree", "3"], 2),
         ("2", ["--training.stepz", "8"], 2),
+        ("2", ["--training.global_batch_size", "0", "--training.steps", "0"], 2),
         # the ranks of a dry run are not those of the machine
         ("1", ["--parallelism.dry_run_world_size", "3", "--training.local_batch_size", "8"], 2),
+        ("2", ["--parallelism.dry_run_world_size", "2"], 2),
         ("1", ["--training.local_batch_size", "8"], 0),
         ("1", ["--training.local_batch_size", "8"], 1),
     ],
@@ -103,6 +105,7 @@ def test_the_launcher_checks_before_torchrun(
     assert len(started) == (code != 2)
     err = capsys.readouterr().err
     assert err.startswith("config error: ") == (code == 2)
+    assert all(line.startswith(("config error: ", "error: ")) for line in err.splitlines())
     assert ("port 29500 is taken" in err) == (code == 1)
     assert "frame" not in err
     assert list(tmp_path.iterdir()) == []  # nothing of the launcher's is left
