@@ -261,7 +261,10 @@ class LRSchedulerConfig(Options):
         low=0,
     )
     total_steps: int | None = key(
-        None, "step at which the schedule ends; none: training.steps", low=1
+        None,
+        "step at which the schedule ends; none: training.steps. Later steps keep its last rate, "
+        "which must not be 0",
+        low=1,
     )
     decay_ratio: float | None = key(
         None,
@@ -275,13 +278,21 @@ class LRSchedulerConfig(Options):
         0.0, "learning rate of the last step, as a multiple of the peak rate", low=0, high=1
     )
 
+    def ends_at_zero(self, total_steps: int) -> bool:
+        """Whether the rate is 0 at step `total_steps`, the schedule's last."""
+        decay_steps = total_steps - max(self.warmup_steps, 1)
+        if self.decay_ratio is not None:
+            decay_steps = min(round(total_steps * self.decay_ratio), decay_steps)
+        return decay_steps > 0 and self.min_lr_factor == 0
+
     def problems_in(self, steps: int) -> Iterator[str]:
         """What is wrong with this schedule in a run of `steps` steps, `problems` included."""
         yield from self.problems()
         total = steps if self.total_steps is None else self.total_steps
-        if total < steps:
+        if total < steps and self.ends_at_zero(total):
             yield (
-                f"total_steps {total} ends before training.steps {steps}; raise it with the steps"
+                f"total_steps {total} ends before training.steps {steps}, and the rate of all later "
+                f"steps would be 0: raise it to {steps}, or set min_lr_factor above 0"
             )
         if self.warmup_steps > total:
             yield f"warmup_steps {self.warmup_steps} exceeds the {total} steps; lower it"

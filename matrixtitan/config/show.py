@@ -38,20 +38,21 @@ def _toml_lines(table: Options) -> Iterator[str]:
         if value is None:
             yield f"# {option.name} is none"
         elif option.name != "rule":
-            yield f"{option.name} = {_toml_value(value)}"
+            yield f"{option.name} = {toml_value(value)}"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A key's value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # TOML escapes the same characters as JSON, and DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if dataclasses.is_dataclass(value):
         keys = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        inner = (f"{name} = {_toml_value(item)}" for name, item in keys if item is not None)
+        inner = (f"{name} = {toml_value(item)}" for name, item in keys if item is not None)
         return "{" + ", ".join(inner) + "}"
     return repr(value)
 
@@ -91,7 +92,7 @@ def _help_lines(prefix: str, cls: type[Options]) -> Iterator[str]:
         if "doc" not in option.metadata:
             continue
         kind = type_name(hints_of(cls)[option.name])
-        default = "none" if option.default is None else _toml_value(option.default)
+        default = "none" if option.default is None else toml_value(option.default)
         bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
         yield f"  {prefix}{option.name}  ({kind}{bounds}, default {default})"
         yield f"      {option.metadata['doc']}"
@@ -162,6 +163,6 @@ def _markdown_rows(cls: type[Options]) -> Iterator[str]:
             continue
         bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
         kind = f"{type_name(hints_of(cls)[option.name])}{bounds}".replace("|", " or ")
-        default = "none" if option.default is None else f"`{_toml_value(option.default)}`"
+        default = "none" if option.default is None else f"`{toml_value(option.default)}`"
         doc, needs = option.metadata["doc"], option.metadata["needs"] or ""
         yield f"| `{option.name}` | {kind} | {default} | {doc} | {needs} |"

@@ -248,13 +248,13 @@ def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path
     config = dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, global_batch_size=4, steps=8),
-        lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_ratio=0.25),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_ratio=0.25, min_lr_factor=0.1),
     )
     longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=16))
     (warning,), others = on_ranks(warnings_on_resume, 2, config, longer)
     assert "learning rate of step 9" in warning
-    assert "0 -> 0.02 for the matrices" in warning
-    assert "lr_scheduler.total_steps = 8" in warning
+    assert "0.002 -> 0.02 for the matrices" in warning
+    assert "--lr_scheduler.total_steps 8" in warning
     assert others == []
     kept = dataclasses.replace(
         longer, lr_scheduler=dataclasses.replace(config.lr_scheduler, total_steps=8)
