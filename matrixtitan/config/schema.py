@@ -563,7 +563,9 @@ class DebugConfig(Options):
     )
     deterministic: bool = key(False, "use deterministic algorithms alone, which are slower on GPUs")
     traceback: bool = key(
-        False, "show the Python traceback of a mistake in the config, on every rank"
+        False,
+        "show the Python traceback of a mistake in the config, or of a rank that ends because it "
+        "lost another rank, on every rank",
     )
 
 

@@ -157,15 +157,23 @@ def test_ctrl_c_ends_all_ranks_promptly(runs: Runs, to: str) -> None:
     assert len(runs.alive()) >= 3
     send = os.killpg if to == "group" else os.kill
     send(process.pid, signal.SIGINT)
-    assert runs.finish(process, 20) != 0  # torchrun would kill a rank that hangs after 30
+    assert runs.finish(process, 20) == 130  # torchrun would kill a rank that hangs after 30
+    said = runs.log(process).rpartition("tokens/s")[2].splitlines()[1:]
+    assert [line for line in said if line != "interrupted"] == [
+        "ended by SIGINT; nothing was saved, since checkpoint.enable is false"
+    ]
+    assert said.count("interrupted") <= 1
     assert runs.none_left(within=2), runs.alive().keys()
 
 
 def test_a_rank_that_dies_ends_the_job_with_an_error(runs: Runs) -> None:
     process = runs.start("--training.steps", "1000000")
     runs.wait_for(process, "step 2/")
-    os.kill(_rank(runs, process, "1"), signal.SIGKILL)
-    assert runs.finish(process, 30) != 0
+    os.kill(pid := _rank(runs, process, "1"), signal.SIGKILL)
+    assert runs.finish(process, 30) == 1
+    log = runs.log(process)
+    assert log.endswith(f"error: rank 1 (pid {pid}) was ended by SIGKILL\n")
+    assert "Traceback" not in log
     # a loader's worker looks every 5 seconds whether the process that it reads for is alive
     assert runs.none_left(within=10), runs.alive().keys()
 
