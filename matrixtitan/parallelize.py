@@ -115,7 +115,7 @@ def _matrix_fsdp(
     parallelism = config.parallelism
     settings = plan_settings(config)
     plan = make_plan(specs, mesh.size(mesh.ndim - 1), settings)
-    if mesh.get_rank() == 0:
+    if mesh.get_rank() == 0 or parallelism.dry_run_world_size:
         per_host = ranks_on_this_machine(mesh.size())
         warning = uneven_warning(specs, plan, settings, mesh.size(), per_host)
         if warning is not None:

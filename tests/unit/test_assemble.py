@@ -12,6 +12,7 @@ from matrixtitan import parallelize
 from matrixtitan.assemble import Assembled, assemble
 from matrixtitan.config import Config, OptimizerConfig, config_from_dict
 from matrixtitan.fsdp import InitRows
+from matrixtitan.log import get_logger
 from matrixtitan.mesh import World, init_world
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.strategies.ddp import DDP
@@ -105,6 +106,21 @@ def test_a_dry_run_steps_on_zeros_and_counts_what_its_rank_keeps(strategy: str, 
         report = dry_run.report(optimizers)
         assert report.startswith(f"dry run: rank 3 of 4 keeps {weights:,} bytes of weights, as")
         assert "planned" not in report, "these strategies have no plan"
+
+
+@pytest.mark.parametrize("rank", [0, 63])
+def test_a_dry_run_of_any_rank_warns_of_ranks_without_a_matrix(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for("matrix_fsdp", dry_run_world_size=64, dry_run_rank=rank)
+    monitor = get_logger()
+    monitor.addHandler(caplog.handler)
+    try:
+        with init_world(config) as world:
+            assemble(config, 300, world).strategy.close()
+    finally:
+        monitor.removeHandler(caplog.handler)
+    assert [text for text in caplog.messages if "of 64 ranks own no matrix" in text]
 
 
 def test_a_dry_run_closes_what_it_wraps(watched: list[Watched]) -> None:
