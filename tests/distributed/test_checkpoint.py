@@ -535,6 +535,11 @@ def test_another_model_is_refused_by_name(saved_by_4: str) -> None:
     )
 
 
+def test_an_excluded_name_that_matches_nothing_is_named(saved_by_4: str) -> None:
+    (message,) = on_ranks(load_error, 1, saved_by_4, exclude_from_loading=("foo*",))
+    assert message.startswith("ValueError: checkpoint.exclude_from_loading: 'foo*' matches nothing")
+
+
 def resume_random(folder: str) -> tuple[list[float], list[float]]:
     checkpointer, _ = make(folder)
     with checkpointer:

@@ -1,4 +1,4 @@
-"""An optimizer that normalises its update takes the same step for any positive factor of the gradient."""
+"""An optimizer that normalises its update steps alike for any positive factor of the gradient."""
 
 from __future__ import annotations
 
