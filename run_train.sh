@@ -32,9 +32,12 @@ gpus=0
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
   gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
 fi
+# whole VALUE LOW HIGH: whether VALUE is a whole number in that range
+whole() { [[ "$1" =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "$1" -ge "$2" ] && [ "$1" -le "$3" ]; }
+
 nproc="${NPROC:-$((gpus > 0 ? gpus : 2))}"
-[[ "$nproc" =~ ^[1-9][0-9]*$ ]] ||
-  fail "NPROC is '$nproc'; it must be a number of processes, at least 1"
+whole "$nproc" 1 1024 ||
+  fail "NPROC is '$nproc'; it must be a number of processes, from 1 to 1024"
 [ "$gpus" -eq 0 ] || [ "$nproc" -le "$gpus" ] ||
   fail "NPROC is $nproc, but this machine has $gpus GPUs (as CUDA_VISIBLE_DEVICES allows): set" \
     "NPROC to at most $gpus"
@@ -43,17 +46,17 @@ if [ "$gpus" -eq 0 ]; then
 fi
 
 nnodes="${NNODES:-${SLURM_NNODES:-1}}"
-[[ "$nnodes" =~ ^[1-9][0-9]*$ ]] ||
-  fail "NNODES is '$nnodes'; it must be a number of machines, at least 1"
+whole "$nnodes" 1 100000 ||
+  fail "NNODES is '$nnodes'; it must be a number of machines, from 1 to 100000"
 [ "${SLURM_LOCALID:-0}" -eq 0 ] ||
   fail "start one Slurm task per machine (--ntasks-per-node=1); it starts a process per GPU"
 if [ "$nnodes" -gt 1 ]; then
   node_rank="${NODE_RANK:-${SLURM_NODEID:-}}"
   [ -n "$node_rank" ] || fail "NNODES is $nnodes: set NODE_RANK to this machine's number, from 0"
-  [[ "$node_rank" =~ ^[0-9]+$ && "$node_rank" -lt "$nnodes" ]] ||
+  whole "$node_rank" 0 $((nnodes - 1)) ||
     fail "NODE_RANK is '$node_rank'; it must be this machine's number, from 0 to $((nnodes - 1))"
   port="${MASTER_PORT:-29500}"
-  [[ "$port" =~ ^[1-9][0-9]*$ && "$port" -lt 65536 ]] ||
+  whole "$port" 1 65535 ||
     fail "MASTER_PORT is '$port'; it must be a port that is free on machine 0, from 1 to 65535"
   if [ -z "${MASTER_ADDR:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
     MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
@@ -74,8 +77,8 @@ else
 fi
 
 max_restarts="${MAX_RESTARTS:-0}"
-[[ "$max_restarts" =~ ^[0-9]+$ ]] ||
-  fail "MAX_RESTARTS is '$max_restarts'; it must be a number of restarts, or 0"
+whole "$max_restarts" 0 1000000 ||
+  fail "MAX_RESTARTS is '$max_restarts'; it must be a number of restarts, from 0 to 1000000"
 if [ "$max_restarts" -ne 0 ]; then
   # After a restart, ranks must not find dead ranks' addresses in a store that outlived them, so the
   # ranks make a store of their own. Without restarts they share the launcher's store, because the

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import signal
 import sys
 
 from matrixtitan.config import Config, ConfigError, load_config
-from matrixtitan.mistakes import is_mistake, tell, told_by_another
+from matrixtitan.config.errors import report
+from matrixtitan.mistakes import (
+    is_lost_peer,
+    is_mistake,
+    tell,
+    tell_interrupted,
+    tell_lost_peer,
+    told_by_another,
+)
 
 PEER_SECONDS = 5.0
 """How long a rank may take from a mistake to its message. An error of another rank in that time,
@@ -14,10 +25,20 @@ such as a broken connection, is a consequence."""
 
 def main() -> int:
     try:
+        return run()
+    except KeyboardInterrupt:
+        # Ctrl-C in a terminal comes twice: from the terminal, and from the launcher
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        tell_interrupted()
+        return 130
+
+
+def run() -> int:
+    try:
         # before torch is imported: a mistake is answered at once
         config = load_config(sys.argv[1:])
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(report(error), file=sys.stderr)
         return 2
     if told_by_another():
         return 2  # a restart does not help against a mistake
@@ -32,14 +53,15 @@ def main() -> int:
     handler.initialize()
     try:
         train(config)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except Exception as error:
         final = is_mistake(error)
         silent = not config.debug.traceback
         if not (silent and (final or is_foreseen(error))):
             if silent and isinstance(error, RuntimeError) and told_by_another(PEER_SECONDS):
+                return 1
+            if silent and is_lost_peer(error):
+                # without a file for torchrun's report, which is about the cause
+                tell_lost_peer(error)
                 return 1
             handler.record_exception(error)
             raise
@@ -47,6 +69,9 @@ def main() -> int:
         error.__traceback__ = error.__cause__ = None
         error.__suppress_context__ = True
         handler.record_exception(error)  # the message alone
+        # As after a run without an error (`World.__exit__`): no communication was under way, so no
+        # thread of the process group waits for a peer.
+        atexit.register(gc.collect)
         return 2 if final else 1
     return 0
 

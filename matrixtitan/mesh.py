@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from matrixtitan.config import CommConfig, Config, DebugConfig, ParallelismConfig
 from matrixtitan.log import get_logger
 from matrixtitan.mistakes import is_mistake
-from matrixtitan.ranks import mesh_shape
+from matrixtitan.ranks import counted_ranks, mesh_shape
 
 logger = get_logger()
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def init_world(config: Config) -> World:
         _set_cuda_environment(config.comm)
         torch.cuda.set_device(device)
     if owns_group:
-        size = config.parallelism.dry_run_world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        size = counted_ranks(config.parallelism, int(os.environ.get("WORLD_SIZE", "1")))
         # degrees that do not fit stop here, before anything connects
         mesh_shape(config.parallelism, size)
         _init_group(config, device)

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
+LARGEST = 2**31 - 1
+"""The upper limit of a whole number whose key sets none of its own. Products of two such numbers,
+such as the tokens in a step, then fit 64 bits."""
+
 
 class Range(NamedTuple):
     """The finite numbers that a key takes. None is no bound; `below` itself is not taken."""
@@ -26,7 +30,7 @@ class Range(NamedTuple):
 
     def holds(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            _is_finite(value)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.below is None or value < self.below)
@@ -34,7 +38,7 @@ class Range(NamedTuple):
 
     def wanted(self, value: float) -> str:
         """What `value`, which is outside, must be instead."""
-        return str(self) if math.isfinite(value) else f"finite and {self}"
+        return str(self) if _is_finite(value) else f"finite and {self}"
 
     def __str__(self) -> str:
         if self.low is not None and self.high is not None:
@@ -76,10 +80,14 @@ class Options:
 
     def problems(self) -> Iterator[str]:
         """A sentence for each value that is not allowed; each begins with its key."""
-        for name, hint in hints_of(type(self)).items():
+        hints = hints_of(type(self))
+        for name, hint in hints.items():
             yield from _type_problems(name, hint, getattr(self, name))
         for option in dataclasses.fields(self):
-            yield from _range_problems(option, getattr(self, option.name))
+            value = getattr(self, option.name)
+            yield from _range_problems(option, value)
+            if int in (hints[option.name], *typing.get_args(hints[option.name])):
+                yield from _size_problems(option, value)
 
     def without_effect(self, value_of: Mapping[str, Any]) -> Iterator[str]:
         """A sentence for each key that was changed from its default and has no effect.
@@ -142,6 +150,18 @@ def _range_problems(option: dataclasses.Field[Any], value: Any) -> Iterator[str]
                 yield f"{option.name} holds {item}; each must be {bounds.wanted(item)}"
     elif not bounds.holds(value):
         yield f"{option.name} is {value}; it must be {bounds.wanted(value)}"
+
+
+def _size_problems(option: dataclasses.Field[Any], value: Any) -> Iterator[str]:
+    """Whole numbers that PyTorch, or arithmetic with another key, could not represent."""
+    bounds: Range = option.metadata.get("range") or Range()
+    if bounds.high is None and isinstance(value, int) and value > LARGEST:
+        yield f"{option.name} is {value}; it must be at most {LARGEST}"
+
+
+def _is_finite(value: float) -> bool:
+    """Like math.isfinite, which raises for a whole number that no float can hold."""
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def _word(value: Any) -> str:

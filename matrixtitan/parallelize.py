@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,12 +69,29 @@ def model_specs(model: LanguageModel, config: Config) -> list[ParamSpec]:
     """
     units = model.unit_names()
     optimizer = config.optimizer
-    return param_specs(
+    specs = param_specs(
         [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in model.named_parameters()],
         lambda fqn: unit_of(units, fqn),
         tail_patterns=[*model.tail_patterns, *optimizer.tail_patterns],
         per_head_patterns=dict.fromkeys(optimizer.rule.head_patterns(), model.head_dim),
     )
+    _check_heads(model, specs, optimizer.rule.head_patterns())
+    return specs
+
+
+def _check_heads(model: LanguageModel, specs: Sequence[ParamSpec], patterns: Sequence[str]) -> None:
+    """ValueError for a pattern that matches a parameter whose rows are no heads."""
+    if model.head_patterns is None:
+        return
+    for fqn in (spec.fqn for spec in specs):
+        for pattern in patterns:
+            if fnmatchcase(fqn, pattern) and not any(
+                fnmatchcase(fqn, heads) for heads in model.head_patterns
+            ):
+                raise ValueError(
+                    f"per_head_patterns: {pattern!r} matches {fqn}, whose rows are no heads; those "
+                    f"of {', '.join(model.head_patterns)} are: narrow the pattern"
+                )
 
 
 def plan_settings(config: Config) -> PlanSettings:
@@ -115,7 +133,7 @@ def _matrix_fsdp(
     parallelism = config.parallelism
     settings = plan_settings(config)
     plan = make_plan(specs, mesh.size(mesh.ndim - 1), settings)
-    if mesh.get_rank() == 0:
+    if mesh.get_rank() == 0 or parallelism.dry_run_world_size:
         per_host = ranks_on_this_machine(mesh.size())
         warning = uneven_warning(specs, plan, settings, mesh.size(), per_host)
         if warning is not None:

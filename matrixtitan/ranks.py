@@ -34,9 +34,20 @@ class BatchSplit(NamedTuple):
 
 def check_ranks(config: Config, world_size: int) -> None:
     """ValueError if `world_size` ranks cannot run `config`. A dry run counts its imagined ranks."""
-    world_size = config.parallelism.dry_run_world_size or world_size
-    mesh_shape(config.parallelism, world_size)
-    split_batch(config.training, world_size)
+    size = counted_ranks(config.parallelism, world_size)
+    mesh_shape(config.parallelism, size)
+    split_batch(config.training, size)
+
+
+def counted_ranks(parallelism: ParallelismConfig, processes: int) -> int:
+    """The ranks of a run: its processes, or what a dry run imagines, which takes one process."""
+    imagined = parallelism.dry_run_world_size
+    if imagined and processes > 1:
+        raise ValueError(
+            f"parallelism.dry_run_world_size {imagined}: a dry run is one process that runs one of "
+            f"{imagined} imagined ranks, and this run has {processes} processes. Set NPROC to 1"
+        )
+    return imagined or processes
 
 
 def mesh_shape(parallelism: ParallelismConfig, world_size: int) -> MeshShape:

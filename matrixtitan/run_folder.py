@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from matrixtitan.config import Config
+from matrixtitan.curves import FILE_NAME
 
 _PROBE_BYTES = 1 << 16
 """Written and deleted again: more than a full disk still takes beside a folder's entries."""
 
 
 def make_run_folder(config: Config) -> None:
-    """Make all folders; ValueError, naming the key, for one that cannot be made or written."""
+    """Make all folders; ValueError, naming the key, for a folder that cannot be made or written.
+
+    A file of an earlier run must be writable too: a folder in its place is found here.
+    """
     for key, folder in _folders(config):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -31,6 +35,20 @@ def make_run_folder(config: Config) -> None:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free space, or set it to a folder on another disk" if full else _REMEDY
             raise ValueError(f"{key} cannot be made or written: {error}; {remedy}") from error
+    for name in _FILES:
+        path = Path(config.job.dump_folder) / name
+        try:
+            if path.exists():
+                path.open("ab").close()
+        except OSError as error:
+            raise ValueError(
+                f"job.dump_folder holds {name}, which cannot be written: {error}; move it away, or "
+                "set the key to another folder"
+            ) from error
+
+
+_FILES = ("config.toml", FILE_NAME, "plan.json")
+"""Files that every run writes, or appends to, in `job.dump_folder`."""
 
 
 _REMEDY = "set it to a folder that can be"

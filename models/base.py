@@ -91,6 +91,9 @@ class LanguageModel(nn.Module, ABC):
     head_dim: int = 0
     """Rows of a query, key or value projection that make one head, for rules that step a head at a
     time. 0: the family has no heads, and such rules are refused."""
+    head_patterns: tuple[str, ...] | None = None
+    """Full names, with * and ?, of the projections whose rows are heads. Such a rule is refused for
+    any other parameter. None: the family does not say, and `head_dim` must divide the rows."""
     num_parameters: int
     """Parameters of the whole model, a tied embedding counted once. It is counted in the
     constructor: sharding later leaves each rank with its own rows only."""

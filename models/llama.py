@@ -85,6 +85,9 @@ class Llama(LanguageModel):
         )
         self.flavor = flavor
         self.head_dim = flavor.head_dim
+        self.head_patterns = tuple(
+            f"layers.*.attention.{name}.weight" for name in ("wq", "wk", "wv")
+        )
         output = () if self.tie_embeddings else ("head.output.weight",)
         self.tail_patterns = ("tok_embeddings.weight", *output)
         self.tok_embeddings = nn.Embedding(vocab_size, flavor.dim)

@@ -7,12 +7,13 @@ Next: `optim/lr_schedule.py`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from matrixtitan.config import LRSchedulerConfig
+from matrixtitan.config import LRSchedulerConfig, OptimizerGroup
+from matrixtitan.config.show import toml_value
 from matrixtitan.optim.lr_schedule import lr_factor, schedule_steps
 
 Run = Mapping[str, Any]
@@ -23,10 +24,12 @@ _WHOSE = {"optimizer.lr": "the matrices", "optimizer.tail_lr": "the rest"}
 
 class _Rates(NamedTuple):
     settings: dict[str, Any]
-    """Every key that the rates depend on; lr_scheduler.total_steps is a number here."""
+    """Every key that the rates depend on; lr_scheduler.total_steps is a number here, and
+    optimizer.groups has OptimizerGroups."""
     factor: float
     by_key: dict[str, float]
     """The rate, by the key that holds its peak."""
+    ends_at_zero: bool
 
 
 def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
@@ -54,16 +57,9 @@ def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
         )
         if not _equal(before.factor, after.factor):
             text += f"; relative to the peak {_number(before.factor)} -> {_number(after.factor)}"
-        keep = ", ".join(
-            f"{key} = {'none' if value is None else json.dumps(value)}"
-            for key in {**before.settings, **after.settings}
-            if (value := before.settings.get(key)) != after.settings.get(key)
-        )
-        ended = before.settings["lr_scheduler.total_steps"] < step
         lines.append(
             f"the learning rate of step {step} is not what the schedule of {name} gives: {text}. "
-            f"To keep the old schedule: {keep}"
-            + (" (it has ended: its last rate stays)" if ended else "")
+            + _how_to_keep(before, after, step)
         )
     if tokens_before != tokens_after:
         stays = "is not scaled for it" if changed else "stays"
@@ -74,6 +70,40 @@ def rate_changes(saved: Run, current: Run, name: str, step: int) -> list[str]:
             "and lr_scheduler.total_steps"
         )
     return lines
+
+
+def _how_to_keep(before: _Rates, after: _Rates, step: int) -> str:
+    """The options that give `step` its old rate, in a form that the command line takes."""
+    end = before.settings["lr_scheduler.total_steps"]
+    ended = end < step
+    if ended and before.ends_at_zero:
+        return (
+            f"The old schedule has ended, at rate 0 after step {end}, so there is no rate to keep: "
+            "for a lower one set lower peaks, optimizer.lr and optimizer.tail_lr"
+        )
+    changed = {
+        key: value
+        for key, value in before.settings.items()
+        if _of_rates(value) != _of_rates(after.settings[key]) and key != "training.steps"
+    }
+    note = " (it has ended: its last rate stays)" if ended else ""
+    if before.ends_at_zero and after.settings["training.steps"] > end:
+        changed["training.steps"] = end
+        note = f" (its rate is 0 after step {end}, so no step can follow)"
+    options = " ".join(f"--{key} {_argument(value)}" for key, value in changed.items())
+    return f"To keep the old schedule: {options}{note}"
+
+
+def _of_rates(value: Any) -> Any:
+    """A key's value, without the weight decays of optimizer.groups."""
+    return [(group.pattern, group.lr) for group in value] if isinstance(value, tuple) else value
+
+
+def _argument(value: Any) -> str:
+    """A value as `load_config` reads it from a shell's command line."""
+    if value is None:
+        return "none"
+    return shlex.quote(value if isinstance(value, str) else toml_value(value))
 
 
 def _rates(run: Run, step: int) -> _Rates:
@@ -89,8 +119,14 @@ def _rates(run: Run, step: int) -> _Rates:
         if group["lr"] is not None
     }
     keys = dataclasses.asdict(dataclasses.replace(schedule, total_steps=steps))
-    settings = {f"lr_scheduler.{key}": value for key, value in keys.items()} | peaks
-    return _Rates(settings, factor, {key: peak * factor for key, peak in peaks.items()})
+    settings = {
+        **{f"lr_scheduler.{key}": value for key, value in keys.items()},
+        **{key: peaks[key] for key in _WHOSE},
+        "optimizer.groups": tuple(OptimizerGroup(**group) for group in optimizer["groups"]),
+        "training.steps": run["training"]["steps"],
+    }
+    by_key = {key: peak * factor for key, peak in peaks.items()}
+    return _Rates(settings, factor, by_key, schedule.ends_at_zero(steps))
 
 
 def _tokens_per_step(run: Run) -> int:

@@ -134,9 +134,14 @@ def _config_from(tables: Mapping[str, Any], where: Where) -> Config:
     sections = hints_of(Config)
     built: dict[str, Any] = {}
     for section, table in tables.items():
-        if section not in sections or not isinstance(table, Mapping):
+        if section not in sections:
             hint = did_you_mean(section, sections)
             raise ConfigError(f"{where.of(section)}: unknown section [{section}]{hint}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(
+                f"{where.of(section)}: {section} is {table!r}; it must be a table: write its keys "
+                f"below a line [{section}]"
+            )
         if section == "optimizer":
             built[section] = _optimizer_from(table, where)
         else:
@@ -207,7 +212,11 @@ def _convert(value: Any, hint: Any, name: str, where: Where) -> Any:
             return _from_table(typing.cast(type[Any], hint), value, name, where)
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            number = float(value)
+            try:
+                number = float(value)
+            except OverflowError:
+                # a whole number that no float can hold
+                number = math.nan
             if not math.isnan(number):
                 return number
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
@@ -269,7 +278,8 @@ def _parse_value(text: str, hint: Any, name: str) -> Any:
         return text
     try:
         return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+    except ValueError:
+        # a TOMLDecodeError, or a number with more digits than Python reads
         if text.startswith(("[", "{")):
             raise ConfigError(
                 f"command line: --{name} {text!r} is no TOML value; lists are ['a', 'b']"
@@ -280,7 +290,8 @@ def _parse_value(text: str, hint: Any, name: str) -> Any:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
+        # a TOMLDecodeError, a UnicodeDecodeError, or a number with more digits than Python reads
         raise ConfigError(f"{path}: not a TOML file: {error}") from error
 
 

@@ -21,6 +21,9 @@ from models import FAMILIES
 
 Dtype = Literal["float32", "bfloat16"]
 
+SEEDS = 2**63
+"""A seed is a signed number of 64 bits: from -SEEDS to SEEDS - 1."""
+
 OWNED = Needs("parallelism.strategy", ("matrix_fsdp",))
 SHARDED = Needs("parallelism.strategy", ("matrix_fsdp", "fsdp2"))
 RIVAL = Needs("parallelism.strategy", ("fsdp2",))
@@ -110,7 +113,9 @@ class DataConfig(Options):
     num_workers: int = key(
         1, "processes per rank that read batches ahead; 0 reads in the training process", low=0
     )
-    seed: int | None = key(None, "seed of the order of the data; none: debug.seed")
+    seed: int | None = key(
+        None, "seed of the order of the data; none: debug.seed", low=-SEEDS, high=SEEDS - 1
+    )
     allow_data_change: bool = key(
         False, "resume even if the data or its order has changed since the checkpoint"
     )
@@ -256,7 +261,10 @@ class LRSchedulerConfig(Options):
         low=0,
     )
     total_steps: int | None = key(
-        None, "step at which the schedule ends; none: training.steps", low=1
+        None,
+        "step at which the schedule ends; none: training.steps. Later steps keep its last rate, "
+        "which must not be 0",
+        low=1,
     )
     decay_ratio: float | None = key(
         None,
@@ -270,13 +278,21 @@ class LRSchedulerConfig(Options):
         0.0, "learning rate of the last step, as a multiple of the peak rate", low=0, high=1
     )
 
+    def ends_at_zero(self, total_steps: int) -> bool:
+        """Whether the rate is 0 at step `total_steps`, the schedule's last."""
+        decay_steps = total_steps - max(self.warmup_steps, 1)
+        if self.decay_ratio is not None:
+            decay_steps = min(round(total_steps * self.decay_ratio), decay_steps)
+        return decay_steps > 0 and self.min_lr_factor == 0
+
     def problems_in(self, steps: int) -> Iterator[str]:
         """What is wrong with this schedule in a run of `steps` steps, `problems` included."""
         yield from self.problems()
         total = steps if self.total_steps is None else self.total_steps
-        if total < steps:
+        if total < steps and self.ends_at_zero(total):
             yield (
-                f"total_steps {total} ends before training.steps {steps}; raise it with the steps"
+                f"total_steps {total} ends before training.steps {steps}, and the rate of all later "
+                f"steps would be 0: raise it to {steps}, or set min_lr_factor above 0"
             )
         if self.warmup_steps > total:
             yield f"warmup_steps {self.warmup_steps} exceeds the {total} steps; lower it"
@@ -540,11 +556,16 @@ class ValidationConfig(Options):
 @dataclass(frozen=True)
 class DebugConfig(Options):
     seed: int = key(
-        0, "seed of the initial weights and, unless data.seed is set, of the order of the data"
+        0,
+        "seed of the initial weights and, unless data.seed is set, of the order of the data",
+        low=-SEEDS,
+        high=SEEDS - 1,
     )
     deterministic: bool = key(False, "use deterministic algorithms alone, which are slower on GPUs")
     traceback: bool = key(
-        False, "show the Python traceback of a mistake in the config, on every rank"
+        False,
+        "show the Python traceback of a mistake in the config, or of a rank that ends because it "
+        "lost another rank, on every rank",
     )
 
 

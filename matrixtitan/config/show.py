@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from matrixtitan.config.schema import Config
-from matrixtitan.options import Options, hints_of
+from matrixtitan.options import LARGEST, Options, hints_of
 from matrixtitan.rules import RULES
 
 
@@ -38,20 +38,21 @@ def _toml_lines(table: Options) -> Iterator[str]:
         if value is None:
             yield f"# {option.name} is none"
         elif option.name != "rule":
-            yield f"{option.name} = {_toml_value(value)}"
+            yield f"{option.name} = {toml_value(value)}"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A key's value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # TOML escapes the same characters as JSON, and DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if dataclasses.is_dataclass(value):
         keys = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-        inner = (f"{name} = {_toml_value(item)}" for name, item in keys if item is not None)
+        inner = (f"{name} = {toml_value(item)}" for name, item in keys if item is not None)
         return "{" + ", ".join(inner) + "}"
     return repr(value)
 
@@ -91,7 +92,7 @@ def _help_lines(prefix: str, cls: type[Options]) -> Iterator[str]:
         if "doc" not in option.metadata:
             continue
         kind = type_name(hints_of(cls)[option.name])
-        default = "none" if option.default is None else _toml_value(option.default)
+        default = "none" if option.default is None else toml_value(option.default)
         bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
         yield f"  {prefix}{option.name}  ({kind}{bounds}, default {default})"
         yield f"      {option.metadata['doc']}"
@@ -142,6 +143,8 @@ def markdown() -> str:
         "  other key it needs. The keys of a section that has an `enable` key may be set while it "
         "is",
         "  false.",
+        f"- A whole number without an upper limit of its own is at most {LARGEST}.",
+        "- Of a key that is given twice on the command line, the last value counts.",
         "- `--print-config` prints the config that a command line results in. `--help` prints "
         "this page",
         "  as text.",
@@ -160,6 +163,6 @@ def _markdown_rows(cls: type[Options]) -> Iterator[str]:
             continue
         bounds = f", {option.metadata['range']}" if option.metadata["range"] else ""
         kind = f"{type_name(hints_of(cls)[option.name])}{bounds}".replace("|", " or ")
-        default = "none" if option.default is None else f"`{_toml_value(option.default)}`"
+        default = "none" if option.default is None else f"`{toml_value(option.default)}`"
         doc, needs = option.metadata["doc"], option.metadata["needs"] or ""
         yield f"| `{option.name}` | {kind} | {default} | {doc} | {needs} |"

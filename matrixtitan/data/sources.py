@@ -12,6 +12,7 @@ tokenises, and imports no torch. Next: `prepare.py`.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import gzip
@@ -99,7 +100,7 @@ def find_files(kind: str, path: str | Sequence[str], key: str = "data.sources") 
                 raise ValueError(f"{key}: no {kind} file at {pattern!r} (looked from {Path.cwd()})")
             found += matched
         return _once_each(found)
-    except OSError as error:  # a folder that cannot be listed, a dangling link
+    except OSError as error:  # a folder that cannot be listed, a dangling or circular link
         raise ValueError(f"{key}: {error}") from None
 
 
@@ -185,8 +186,18 @@ def _files_in(folders: Iterable[Path]) -> Iterator[Path]:
     """The files in these folders that are not hidden."""
     for folder in folders:
         for entry in _entries(folder):
-            if not entry.name.startswith(".") and entry.is_file():
+            if not entry.name.startswith(".") and _is_file(entry):
                 yield Path(entry.path)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Like `entry.is_file`, which is false for a dangling link, but raises for a circular one."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _dangling(entry.path) from None
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -124,7 +124,8 @@ def normalize(x: Tensor, margin: float = 1.0) -> Tensor:
     """x (..., R, C) over `margin` times the Frobenius norm of each matrix.
 
     That norm bounds the spectral norm, which is then at most 1. The result is the same for any
-    positive factor of a matrix, and zeros stay zeros. Squares leave float32's range long before the
+    positive factor of a matrix: bitwise for powers of two, within rounding of x's dtype for others.
+    Zeros stay zeros. Squares leave float32's range long before the
     elements do, so a matrix is first divided by the power of two next to its largest element. The
     division is exact: wherever x / norm(x) works, the result is bitwise identical to it. CPUs skip
     the scaling where the norm is in `SAFE_NORMS`. On GPUs reading the norm would wait for the

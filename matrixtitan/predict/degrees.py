@@ -137,15 +137,20 @@ def uneven_warning(
     even = _most_even_shards(specs, now, settings, world_size, ranks_per_host)
     problem = (
         f"{now.idle_ranks} of {world_size} ranks own no matrix, and the fullest rank holds "
-        f"{now.max_over_mean:.1f} times the mean ({now.fullest_bytes / 1e9:.2f} GB resident)"
+        f"{now.max_over_mean:.1f} times the mean ({_size(now.fullest_bytes)} resident)"
     )
     if even is None:
         return f"{problem}. No smaller shard degree levels it; use fewer ranks or a larger model"
     return (
         f"{problem}. With {degree_flags(even.shards, even.replicas)} all ranks own matrices, and "
-        f"the fullest holds {even.fullest_bytes / 1e9:.2f} GB; tools/plan.py compares the degrees' "
+        f"the fullest holds {_size(even.fullest_bytes)}; tools/plan.py compares the degrees' "
         "memory and steps"
     )
+
+
+def _size(amount: int) -> str:
+    """Bytes in GB, or in MB where two decimals of GB say little."""
+    return f"{amount / 1e9:.2f} GB" if amount >= 1e8 else f"{amount / 1e6:.2f} MB"
 
 
 def _most_even_shards(

@@ -4,21 +4,31 @@
 
 First checks the config as far as that needs neither torch nor a rank. If only ranks can see a
 user's mistake, one of them tells it (`matrixtitan/mistakes.py`), and torchrun's report is left out.
-Any other failure is reported as torchrun does.
+It is also left out if a signal ended the launcher or a rank: one line then says which signal, and
+the exit status is as shells expect it. Any other failure is reported as torchrun does.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matrixtitan.config import load_config
-from matrixtitan.mistakes import exit_code
+from matrixtitan.config import Config, load_config
+from matrixtitan.config.errors import report
+from matrixtitan.mistakes import exit_code, lost_peers
 from matrixtitan.ranks import check_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+ROUTINE = ("Sending process %s closing signal", "Received %s death signal")
+"""Lines of torchrun that say, for each rank, what the launcher's own line says once."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,10 +41,17 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(argv[script + 1 :])
         check_ranks(config, _number(argv, "--nnodes") * _number(argv, "--nproc-per-node"))
     except ValueError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(report(error), file=sys.stderr)
         return 2
+    try:
+        return _launch(config, argv)
+    except KeyboardInterrupt:  # before torchrun handles signals
+        return _ended_by(signal.SIGINT, config)
 
+
+def _launch(config: Config, argv: Sequence[str]) -> int:
     from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -42,18 +59,24 @@ def main(argv: Sequence[str]) -> int:
     handlers = logging.getLogger("torch.distributed").handlers
 
     def keep(record: logging.LogRecord) -> bool:
-        return exit_code(folder) is None
+        return exit_code(folder) is None and not str(record.msg).startswith(ROUTINE)
 
     for handler in handlers:
         handler.addFilter(keep)
     code = 0
     try:
         torchrun(["--log-dir", str(folder), *argv])
-    except ChildFailedError:
+    except ChildFailedError as error:
         told = exit_code(folder)
         if told is None:
-            raise  # torchrun's report names files in the folder
-        code = told
+            elsewhere = _number(argv, "--nnodes") > 1 and lost_peers(folder)
+            death = _death(error.failures, elsewhere)
+            if death is None:
+                raise  # torchrun's report names files in the folder
+            print(f"error: {death}", file=sys.stderr)
+        code = 1 if told is None else told
+    except SignalException as error:
+        code = _ended_by(error.sigval, config)
     except DistNetworkError as error:
         print(
             "error: the machines did not meet: MASTER_ADDR must name machine 0, and MASTER_PORT a "
@@ -66,6 +89,40 @@ def main(argv: Sequence[str]) -> int:
             handler.removeFilter(keep)
     shutil.rmtree(folder)
     return code
+
+
+def _ended_by(number: signal.Signals, config: Config) -> int:
+    """Say what ended the launcher, after the ranks have ended. Returns the exit status."""
+    from matrixtitan.checkpoint.folder import list_steps, step_folder
+
+    place = Path(config.job.dump_folder) / config.checkpoint.folder
+    if not config.checkpoint.enable:
+        rest = "nothing was saved, since checkpoint.enable is false"
+    elif steps := list_steps(place)[0]:
+        rest = f"started again, the run resumes from {step_folder(place, steps[0])}"
+    else:
+        rest = f"there is no checkpoint in {place} yet"
+    print(f"ended by {number.name}; {rest}", file=sys.stderr)
+    return 128 + number
+
+
+def _death(failures: Mapping[int, ProcessFailure], elsewhere: bool) -> str | None:
+    """Which ranks a signal ended. None if a rank left an error, which torchrun's report quotes.
+
+    `elsewhere`: ranks here lost others, which may be on other machines. torchrun ends the other
+    ranks of a machine with SIGTERM, so any other signal came before that.
+    """
+    if any(Path(failure.error_file).is_file() for failure in failures.values()):
+        return None
+    died = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
+    first = {rank: f for rank, f in died.items() if f.exitcode != -signal.SIGTERM}
+    if elsewhere and not first:
+        return "the ranks of this machine lost ranks of other machines, whose logs say why"
+    ends = [
+        f"rank {rank} (pid {failure.pid}) was ended by {signal.Signals(-failure.exitcode).name}"
+        for rank, failure in sorted((first or died).items())
+    ]
+    return "; ".join(ends) or None
 
 
 def _number(argv: Sequence[str], option: str) -> int:

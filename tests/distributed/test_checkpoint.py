@@ -248,13 +248,13 @@ def test_a_finished_run_made_longer_warns_of_the_leap_of_the_rate(tmp_path: Path
     config = dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, global_batch_size=4, steps=8),
-        lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_ratio=0.25),
+        lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_ratio=0.25, min_lr_factor=0.1),
     )
     longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=16))
     (warning,), others = on_ranks(warnings_on_resume, 2, config, longer)
     assert "learning rate of step 9" in warning
-    assert "0 -> 0.02 for the matrices" in warning
-    assert "lr_scheduler.total_steps = 8" in warning
+    assert "0.002 -> 0.02 for the matrices" in warning
+    assert "--lr_scheduler.total_steps 8" in warning
     assert others == []
     kept = dataclasses.replace(
         longer, lr_scheduler=dataclasses.replace(config.lr_scheduler, total_steps=8)
@@ -533,6 +533,11 @@ def test_another_model_is_refused_by_name(saved_by_4: str) -> None:
     assert all(
         "model.layers.0.w" in message or "model.layers.9.w" in message for message in messages
     )
+
+
+def test_an_excluded_name_that_matches_nothing_is_named(saved_by_4: str) -> None:
+    (message,) = on_ranks(load_error, 1, saved_by_4, exclude_from_loading=("foo*",))
+    assert message.startswith("ValueError: checkpoint.exclude_from_loading: 'foo*' matches nothing")
 
 
 def resume_random(folder: str) -> tuple[list[float], list[float]]:

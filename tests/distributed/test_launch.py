@@ -157,15 +157,23 @@ def test_ctrl_c_ends_all_ranks_promptly(runs: Runs, to: str) -> None:
     assert len(runs.alive()) >= 3
     send = os.killpg if to == "group" else os.kill
     send(process.pid, signal.SIGINT)
-    assert runs.finish(process, 20) != 0  # torchrun would kill a rank that hangs after 30
+    assert runs.finish(process, 20) == 130  # torchrun would kill a rank that hangs after 30
+    said = runs.log(process).rpartition("tokens/s")[2].splitlines()[1:]
+    assert [line for line in said if line != "interrupted"] == [
+        "ended by SIGINT; nothing was saved, since checkpoint.enable is false"
+    ]
+    assert said.count("interrupted") <= 1
     assert runs.none_left(within=2), runs.alive().keys()
 
 
 def test_a_rank_that_dies_ends_the_job_with_an_error(runs: Runs) -> None:
     process = runs.start("--training.steps", "1000000")
     runs.wait_for(process, "step 2/")
-    os.kill(_rank(runs, process, "1"), signal.SIGKILL)
-    assert runs.finish(process, 30) != 0
+    os.kill(pid := _rank(runs, process, "1"), signal.SIGKILL)
+    assert runs.finish(process, 30) == 1
+    log = runs.log(process)
+    assert log.endswith(f"error: rank 1 (pid {pid}) was ended by SIGKILL\n")
+    assert "Traceback" not in log
     # a loader's worker looks every 5 seconds whether the process that it reads for is alive
     assert runs.none_left(within=10), runs.alive().keys()
 
@@ -222,13 +230,14 @@ def test_a_mistake_that_only_a_rank_sees_is_told_once_and_not_tried_again(runs: 
 
 def test_a_bug_ends_with_its_traceback_and_torchruns_report(runs: Runs) -> None:
     """An exception that a library raises, on rank 0 alone, stands for a bug."""
-    (runs.folder / "out/metrics.jsonl").mkdir(parents=True)
+    (runs.folder / "out").mkdir()
+    (runs.folder / "out/plan.json").symlink_to("/dev/full")
     process = runs.start()
     assert runs.finish(process, 150) == 1
     log, cause, last = runs.log(process).partition("Root Cause")
     assert cause, log
     assert "Traceback" in log
-    assert "IsADirectoryError: " in last
+    assert "OSError: " in last
     assert "error: " not in log.splitlines()
 
 

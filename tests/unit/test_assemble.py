@@ -12,10 +12,14 @@ from matrixtitan import parallelize
 from matrixtitan.assemble import Assembled, assemble
 from matrixtitan.config import Config, OptimizerConfig, config_from_dict
 from matrixtitan.fsdp import InitRows
+from matrixtitan.log import get_logger
 from matrixtitan.mesh import World, init_world
 from matrixtitan.optim.build import Optimizers
+from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.rules import MuonRule
 from matrixtitan.strategies.ddp import DDP
 from matrixtitan.strategies.dry_run import DryRun
+from models import build_model
 
 CPU = torch.device("cpu")
 
@@ -105,6 +109,38 @@ def test_a_dry_run_steps_on_zeros_and_counts_what_its_rank_keeps(strategy: str, 
         report = dry_run.report(optimizers)
         assert report.startswith(f"dry run: rank 3 of 4 keeps {weights:,} bytes of weights, as")
         assert "planned" not in report, "these strategies have no plan"
+
+
+def test_per_head_patterns_take_no_matrix_whose_rows_are_no_heads() -> None:
+    def specs_of(pattern: str) -> list[ParamSpec]:
+        config = config_for("ddp")
+        rule = MuonRule(per_head_patterns=(pattern,))
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(rule=rule))
+        with torch.device("meta"):
+            model = build_model("llama3", "netlab", vocab_size=300, max_seq_len=16)
+        return parallelize.model_specs(model, config)
+
+    heads = [spec.fqn for spec in specs_of("*.w[qkv].weight") if spec.block_rows == 24]
+    assert len(heads) == 3 * 6
+    # head_dim divides the rows of both
+    for other in ("layers.*.feed_forward.w2.weight", "layers.3.attention.w*.weight"):
+        with pytest.raises(ValueError, match=r"per_head_patterns: .* whose rows are no heads; "):
+            specs_of(other)
+
+
+@pytest.mark.parametrize("rank", [0, 63])
+def test_a_dry_run_of_any_rank_warns_of_ranks_without_a_matrix(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_for("matrix_fsdp", dry_run_world_size=64, dry_run_rank=rank)
+    monitor = get_logger()
+    monitor.addHandler(caplog.handler)
+    try:
+        with init_world(config) as world:
+            assemble(config, 300, world).strategy.close()
+    finally:
+        monitor.removeHandler(caplog.handler)
+    assert [text for text in caplog.messages if "of 64 ranks own no matrix" in text]
 
 
 def test_a_dry_run_closes_what_it_wraps(watched: list[Watched]) -> None:

@@ -26,6 +26,7 @@ from matrixtitan.config import (
     upgraded,
 )
 from matrixtitan.data.tokenizer import EMBEDDED_PATH, load_tokenizer
+from matrixtitan.optim.lr_schedule import lr_factor
 
 NEEDS_FILES = sorted(path.name for path in CONFIG_FOLDER.glob("llama_*.toml"))
 EMBEDDED = ["--model.tokenizer_path", "", "--data.sources", '[{type = "python_stdlib"}]']
@@ -189,7 +190,11 @@ MISTAKES = [
         r"lr_scheduler\.warmup_steps 2000 exceeds the 1000 steps",
     ),
     ("", ("--lr_scheduler.decay_ratio", "0.9"), "overlap"),
-    ("", ("--lr_scheduler.total_steps", "500"), "ends before training.steps"),
+    (
+        "",
+        ("--lr_scheduler.total_steps", "500"),
+        r"total_steps 500 ends before training\.steps 1000, and the rate of all later steps would",
+    ),
     ("", ("--checkpoint.keep_latest_k", "1"), "keep at least 2"),
     (
         "",
@@ -247,6 +252,12 @@ MISTAKES = [
         ),
         r"holds 2 triples for ns_steps 1",
     ),
+    ("", ("--training.seq_len", "9" * 20), r"training\.seq_len is 9{20}; it must be at most 2147"),
+    ("", ("--data.seed", "9" * 20), r"data\.seed is 9{20}; it must be from -9223"),
+    ("", ("--optimizer.lr", "9" * 400), r"optimizer\.lr must be number, not 999"),
+    ("", ("--training.steps", "9" * 5000), r"training\.steps must be whole number, not '999"),
+    ("[job]\ndescription = " + "9" * 5000, (), "not a TOML file"),
+    ("[[job]]\n", (), r"job is \[\{\}\]; it must be a table: write its keys below a line \[job\]"),
     ("", ("--optimizer.groups", "[{lr = 1}]"), r"optimizer\.groups\[0\]\.pattern is empty"),
     (
         "",
@@ -262,6 +273,35 @@ def test_mistakes_name_the_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, text, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fits"),
+    [
+        (("--lr_scheduler.min_lr_factor", "0.1"), True),
+        (("--lr_scheduler.decay_ratio", "0"), True),
+        (("--lr_scheduler.warmup_steps", "500"), True),
+        (("--lr_scheduler.warmup_steps", "499"), False),
+        (("--lr_scheduler.decay_ratio", "0.1"), False),
+    ],
+)
+def test_a_schedule_may_end_before_the_run_where_its_last_rate_is_not_0(
+    tmp_path: Path, overrides: tuple[str, ...], fits: bool
+) -> None:
+    short = ("--lr_scheduler.total_steps", "500", *overrides)
+    if fits:
+        config = load(tmp_path, "", *short)
+        assert lr_factor(config.lr_scheduler, 500, 1000) > 0
+        return
+    with pytest.raises(ConfigError, match=r"total_steps 500 ends before training\.steps 1000"):
+        load(tmp_path, "", *short)
+
+
+def test_of_a_key_given_twice_the_last_value_counts(tmp_path: Path) -> None:
+    assert (
+        load(tmp_path, "", "--training.steps", "3000", "--training.steps=4000").training.steps
+        == 4000
+    )
 
 
 def test_the_file_is_named(tmp_path: Path) -> None:

@@ -412,6 +412,18 @@ def test_a_dangling_link_is_named(
         find_files("jsonl", path, "--path")
 
 
+@pytest.mark.parametrize("path", ["c", "c/**/*.jsonl", "c/part*", "c/part4"])
+def test_a_circular_link_is_named_like_a_dangling_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    corpus = linked_corpus(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (corpus / "part4").symlink_to("part4")
+    said = r"--path: .*/part4 is a symbolic link to 'part4', which leads nowhere: mend the link or"
+    with pytest.raises(ValueError, match=said):
+        find_files("jsonl", path, "--path")
+
+
 def test_a_folder_that_cannot_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

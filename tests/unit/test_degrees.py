@@ -144,6 +144,7 @@ def test_only_uneven_plans_are_warned_of(ranks: int, healthy: bool) -> None:
     assert (warning is None) == healthy
     if warning is not None:
         assert degree_flags(8, ranks // 8) in warning
+        assert warning.count(" MB") == 2 and "0.00" not in warning
 
 
 def test_a_fullest_rank_above_the_mean_is_warned_of_without_idle_ranks() -> None:

@@ -251,9 +251,18 @@ def test_slurm_names_the_first_machine(launch: Launch) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR"),
         ({"NNODES": "two"}, "NNODES"),
         ({"NPROC": "0"}, "NPROC"),
+        ({"NPROC": "1025"}, "NPROC is '1025'; it must be a number of processes, from 1 to 1024"),
+        ({"NPROC": "9" * 20}, "from 1 to 1024"),
+        ({"NNODES": "9" * 20}, "from 1 to 100000"),
         ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS"),
+        ({"MAX_RESTARTS": "9" * 20}, "from 0 to 1000000"),
         ({"NNODES": "2", "MASTER_ADDR": "host-a", "NODE_RANK": "2"}, "from 0 to 1"),
         ({"NNODES": "2", "MASTER_ADDR": "host-a", "NODE_RANK": "b"}, "NODE_RANK is 'b'"),
+        # 2^64 + 1, which arithmetic of 64 bits takes for 1
+        (
+            {"NNODES": "2", "MASTER_ADDR": "host-a", "NODE_RANK": "18446744073709551617"},
+            "from 0 to 1",
+        ),
         (
             {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "0", "MASTER_PORT": "70000"},
             "MASTER_PORT is '70000'",

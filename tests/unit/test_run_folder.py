@@ -43,6 +43,15 @@ def test_a_key_that_names_a_file_is_named(
         make_run_folder(run_in(tmp_path / "taken"))
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "plan.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    make_run_folder(run_in(tmp_path))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"^job\.dump_folder holds {name}, .*directory") as e:
+        make_run_folder(run_in(tmp_path))
+    assert is_mistake(e.value)
+
+
 def test_a_full_disk_is_found_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
