@@ -1,4 +1,7 @@
-"""Every command of docs/tutorial.md runs, in order and in one shell, in a fresh checkout."""
+"""The commands of docs/tutorial.md run, in order and in one shell, in a fresh checkout.
+
+Only `pip` is a stand-in, because a test installs nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     for name in ("matrixtitan", "models", "tools", "train_configs", "run_train.sh", "train.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     # The environment that runs the tests stands in for the one that the first command builds.
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
+    bin_folder = tmp_path / ".venv/bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "activate").touch()
+    (bin_folder / "pip").write_text('#!/bin/sh\necho "$@" >>pip-arguments.txt\n')
+    (bin_folder / "pip").chmod(0o755)
+    path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     launcher = ("SLURM_", "TORCHELASTIC_", "NPROC", "NNODES", "NODE_", "MASTER_", "MATRIXTITAN_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     done = subprocess.run(
@@ -48,6 +54,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     )
     screen = done.stdout + done.stderr
     assert done.returncode == 0, screen
+    assert (tmp_path / "pip-arguments.txt").read_text() == "install -e .[tools] transformers\n"
     for run in ("muon", "soap"):
         assert f"{run}: validation loss " in done.stdout, screen
         assert (tmp_path / f"outputs/tutorial/{run}/checkpoint/step-{STEPS}/.metadata").exists()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_import_order import LAYERS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -87,7 +89,8 @@ def test_rows_of_a_table_have_the_cells_of_its_header(page: Path) -> None:
 
 def config_keys() -> set[str]:
     """Every key of docs/configuration.md, as section.key."""
-    sections = re.split(r"^## \[+(.+?)\]+$", (ROOT / "docs/configuration.md").read_text(), flags=re.M)
+    page = (ROOT / "docs/configuration.md").read_text()
+    sections = re.split(r"^## \[+(.+?)\]+$", page, flags=re.M)
     return {
         f"{section}.{key}"
         for section, text in zip(sections[1::2], sections[2::2], strict=True)
@@ -125,3 +128,10 @@ def test_an_unknown_key_is_seen() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_the_order_of_imports_on_the_page_is_the_enforced_one() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    (arrows,) = re.findall(r"^```\n(plan, .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    written = [set(layer.split(", ")) for layer in " ".join(arrows.split()).split(" -> ")]
+    assert written == [{name.removeprefix("matrixtitan.") for name in layer} for layer in LAYERS]
