@@ -291,8 +291,8 @@ class LRSchedulerConfig(Options):
         total = steps if self.total_steps is None else self.total_steps
         if total < steps and self.ends_at_zero(total):
             yield (
-                f"total_steps {total} ends before training.steps {steps}, and the rate of all later "
-                f"steps would be 0: raise it to {steps}, or set min_lr_factor above 0"
+                f"total_steps {total} ends before training.steps {steps}, and the rate of all "
+                f"later steps would be 0: raise it to {steps}, or set min_lr_factor above 0"
             )
         if self.warmup_steps > total:
             yield f"warmup_steps {self.warmup_steps} exceeds the {total} steps; lower it"
