@@ -87,7 +87,9 @@ def test_rows_of_a_table_have_the_cells_of_its_header(page: Path) -> None:
 
 def config_keys() -> set[str]:
     """Every key of docs/configuration.md, as section.key."""
-    sections = re.split(r"^## \[+(.+?)\]+$", (ROOT / "docs/configuration.md").read_text(), flags=re.M)
+    sections = re.split(
+        r"^## \[+(.+?)\]+$", (ROOT / "docs/configuration.md").read_text(), flags=re.M
+    )
     return {
         f"{section}.{key}"
         for section, text in zip(sections[1::2], sections[2::2], strict=True)
