@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,6 +14,27 @@ TOOLS = Path(__file__).parent / "tools"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        code = _start(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_stdout_closed():
+            raise
+        # `| head` has read enough. Python flushes standard output again at exit: without a reader
+        # that would fail too. See the note on SIGPIPE in Python's documentation of `signal`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _is_stdout_closed() -> bool:
+    """Whether the process that reads this one's standard output is gone."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
+
+
+def _start(argv: Sequence[str] | None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     tools = {path.stem: path for path in sorted(TOOLS.glob("[a-z]*.py"))}
     if name in ("-h", "--help"):

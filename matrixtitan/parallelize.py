@@ -102,7 +102,7 @@ def plan_settings(config: Config) -> PlanSettings:
         param_bytes=stored,
         grad_bytes=stored,  # gradients are reduced into the dtype of the stored rows
         state_bytes=stored,
-        egress_cap=config.parallelism.egress_cap or None,
+        egress_cap=config.parallelism.egress_cap,
     )
 
 

@@ -85,17 +85,17 @@ def split_batch(training: TrainingConfig, world_size: int) -> BatchSplit:
         microbatches = _ceil_div(total, world_size * limit)
         size = _ceil_div(total, world_size * microbatches)
         return BatchSplit(size, microbatches, world_size * microbatches * size - total)
-    together = size * world_size
-    if total % together:
-        lower = total // together * together
-        nearest = " or ".join(str(n) for n in (lower, lower + together) if n > 0)
+    per_pass = size * world_size
+    if total % per_pass:
+        lower = total // per_pass * per_pass
+        nearest = " or ".join(str(n) for n in (lower, lower + per_pass) if n > 0)
         raise ValueError(
             f"training.global_batch_size {total} cannot be shared evenly: {world_size} ranks of "
-            f"training.local_batch_size {size} take {together} sequences at a time. Set "
+            f"training.local_batch_size {size} take {per_pass} sequences at a time. Set "
             "training.local_batch_size to 0, which fits any number of ranks, or the global batch "
             f"to {nearest}"
         )
-    return BatchSplit(size, total // together, 0)
+    return BatchSplit(size, total // per_pass, 0)
 
 
 def _ceil_div(number: int, divisor: int) -> int:

@@ -262,12 +262,9 @@ class Trainer:
         losses = [loss.clone() for _ in range(self.world.size)]
         dist.all_gather(losses, loss)
         bad = [rank for rank, value in enumerate(losses) if not value.isfinite()]
-        where = (
-            f"the loss of ranks {bad}" if bad else "the gradients only: they overflowed in backward"
-        )
+        where = f"the loss of ranks {bad}" if bad else "the gradients (every loss is finite)"
         message = (
-            f"step {step}: gradient norm {grad_norm}, not finite in {where}; weights are as before "
-            "this step"
+            f"step {step}: gradient norm is {grad_norm}; not finite: {where}. No weight was changed"
         )
         advice = (
             "Lower the learning rate, look at the data of this step, or go back to an older "
@@ -323,7 +320,7 @@ class Trainer:
             self.metrics.log_scalars(step, {"time/checkpoint_pause_ms": 1000 * pause})
         if told_to_end and self.world.rank == 0:
             logger.warning(
-                "step %d: told to end by a signal; saved, started again the run resumes from here",
+                "step %d: told to end by a signal; saved. Start the run again to resume from here",
                 step,
             )
         return told_to_end

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.checkpoint import folder as folders
-from matrixtitan.checkpoint.collective import describe, from_rank_0, together
+from matrixtitan.checkpoint.collective import from_rank_0, on_all_ranks, reason_of
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.preemption import Preemption
@@ -45,7 +45,7 @@ from matrixtitan.checkpoint.stager import HostStager
 from matrixtitan.checkpoint.state import (
     Tensors,
     TrainState,
-    cast_floating,
+    cast_for_export,
     model_tensors,
     optimizer_tensors,
     random_tensors,
@@ -136,7 +136,7 @@ class Checkpointer:
             if error is None:
                 raise
             # The first error is raised: it is often the cause of this one.
-            logger.error("the checkpoint being saved is lost too: %s", describe(failure))
+            logger.error("the checkpoint being saved is lost too: %s", reason_of(failure))
 
     def close(self, within: float | None = None) -> None:
         """Wait for a save under way, `within` seconds if given.
@@ -188,7 +188,7 @@ class Checkpointer:
         contents = "model" if last and not now and self.config.last_save_model_only else "full"
         tensors = self._collect(state, contents)
         try:
-            together(self._group, f"saving step {step}", lambda: require_finite(tensors))
+            on_all_ranks(self._group, f"saving step {step}", lambda: require_finite(tensors))
         except CheckpointError as error:
             self._stop_or_log(error)
             return time.perf_counter() - started
@@ -271,7 +271,7 @@ class Checkpointer:
     def _collect(self, state: TrainState, contents: str) -> Tensors:
         weights = model_tensors(self._strategy.local_parameters())
         if contents == "model":
-            return cast_floating(weights, getattr(torch, self.config.export_dtype))
+            return cast_for_export(weights, getattr(torch, self.config.export_dtype))
         # parameters without a gradient so far have state too: a load wants all of it
         self._optimizers.allocate_state()
         tensors = {
@@ -393,7 +393,7 @@ class Checkpointer:
 
     def _resume(self, stored: StoredCheckpoint) -> TrainState | None:
         saved = upgraded(
-            together(
+            on_all_ranks(
                 self._group, f"resuming from {stored.path}", lambda: stored.read_json(CONFIG_FILE)
             )
         )
@@ -446,7 +446,7 @@ class Checkpointer:
         return self._load_from(stored, self.config.initial_load_model_only)
 
     def _open(self, path: Path, allow_foreign: bool = False) -> StoredCheckpoint:
-        return together(
+        return on_all_ranks(
             self._group,
             f"opening {path}",
             lambda: StoredCheckpoint.open(path, allow_foreign=allow_foreign),
@@ -545,7 +545,7 @@ class Checkpointer:
 
         name = from_rank_0(self._group, f"preparing checkpoint.folder {self.folder}", prepare)
         try:
-            together(
+            on_all_ranks(
                 self._group,
                 "checking that all ranks share checkpoint.folder",
                 lambda: self._see(name),

@@ -22,7 +22,7 @@ _HINTS = {
 }
 
 
-def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
+def on_all_ranks(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
     """Collective: call `act` on every rank of `group`; return its result.
 
     If it raised on any rank, every rank raises an error with the reasons of all failed ranks. The
@@ -33,7 +33,7 @@ def together(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
     try:
         result = act()
     except Exception as error:  # to be raised again below, on all ranks
-        failure = (describe(error), isinstance(error, CorruptCheckpointError))
+        failure = (reason_of(error), isinstance(error, CorruptCheckpointError))
     failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group=group)
     reasons: dict[str, list[int]] = {}
@@ -54,12 +54,12 @@ def from_rank_0(group: dist.ProcessGroup, what: str, act: Callable[[], T]) -> T:
 
     Every rank gets its result (by pickle) or raises its error.
     """
-    box = [together(group, what, act if dist.get_rank(group) == 0 else _nothing)]
+    box = [on_all_ranks(group, what, act if dist.get_rank(group) == 0 else _nothing)]
     dist.broadcast_object_list(box, group=group, group_src=0)
     return box[0]  # type: ignore[return-value]  # rank 0's
 
 
-def describe(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """One line for an error: the cause that a person can act on, where there is one."""
     cause: BaseException | None = error
     while cause is not None:
@@ -79,6 +79,6 @@ def _nothing() -> None:
 def from_dcp(what: str, error: CheckpointException) -> CheckpointError:
     """Our error for that of DCP, which holds the exceptions of all failed ranks."""
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    reasons = "; ".join(f"{describe(failure)} (rank {rank})" for rank, failure in failures.items())
+    reasons = "; ".join(f"{reason_of(failure)} (rank {rank})" for rank, failure in failures.items())
     corrupt = all(isinstance(failure, CorruptCheckpointError) for failure in failures.values())
     return (CorruptCheckpointError if corrupt else CheckpointError)(f"{what} failed: {reasons}")

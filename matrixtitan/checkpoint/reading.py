@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from matrixtitan.checkpoint.collective import from_dcp, together
+from matrixtitan.checkpoint.collective import from_dcp, on_all_ranks
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.folder import list_steps, step_folder
 from matrixtitan.checkpoint.integrity import CHECKSUMS_FILE, Checksums
@@ -113,7 +113,7 @@ class StoredCheckpoint:
         stored or have another shape. Raises CorruptCheckpointError for damaged bytes; some tensors
         may then have been filled already.
         """
-        together(group, f"loading {self.path}", lambda: self._check_wanted(tensors))
+        on_all_ranks(group, f"loading {self.path}", lambda: self._check_wanted(tensors))
         wanted = {self.stored_key(key): tensor for key, tensor in tensors.items()}
         try:
             dcp.load(

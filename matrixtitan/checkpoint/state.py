@@ -97,7 +97,7 @@ def restore_random(tensors: Tensors, rank: int) -> None:
         torch.cuda.set_rng_state(cuda)
 
 
-def cast_floating(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def cast_for_export(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Copies in `dtype`, for an export. Tensors of whole numbers stay as they are."""
 
     def cast(tensor: Tensor) -> Tensor:

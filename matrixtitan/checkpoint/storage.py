@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from matrixtitan.checkpoint.collective import describe
+from matrixtitan.checkpoint.collective import reason_of
 from matrixtitan.checkpoint.errors import CheckpointError, CorruptCheckpointError
 from matrixtitan.checkpoint.integrity import Checksums, Chunk, digest_of_range
 
@@ -44,7 +44,7 @@ class ChecksummedWriter(FileSystemWriter):
         try:
             future = super().write_data(plan, planner)
         except Exception as error:  # DCP sends it to all ranks by pickle, which loses the cause
-            raise CheckpointError(describe(error)) from error
+            raise CheckpointError(reason_of(error)) from error
         by_file: dict[str, list[WriteResult]] = defaultdict(list)
         for result in future.value():
             by_file[result.storage_data.relative_path].append(result)

@@ -4,8 +4,8 @@ from matrixtitan.config.checks import (
     EMBEDDED_OVERRIDES,
     TOKENIZER_NAME,
     missing_tokenizer,
+    require_valid,
     tokenizer_file,
-    validate,
 )
 from matrixtitan.config.errors import ConfigError
 from matrixtitan.config.load import (
@@ -70,10 +70,10 @@ __all__ = [
     "markdown",
     "missing_tokenizer",
     "option_tables",
+    "require_valid",
     "split_arguments",
     "tables",
     "to_toml",
     "tokenizer_file",
     "upgraded",
-    "validate",
 ]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from matrixtitan.config.errors import ConfigError
-from matrixtitan.config.schema import Config
+from matrixtitan.config.schema import Config, OptimizerConfig
+from matrixtitan.rules import AdamWRule, MuonRule
 
 EMBEDDED_OVERRIDES = """--model.tokenizer_path "" --data.sources '[{type = "python_stdlib"}]'"""
 """Overrides that run any config on the tokenizer and data that every machine has."""
@@ -22,7 +23,7 @@ TOKENIZER_NAME = "tokenizer.model"
 """The name of the rank file in a folder."""
 
 
-def validate(config: Config, where: str) -> None:
+def require_valid(config: Config, where: str) -> None:
     """ConfigError with every problem, each with the prefix `where`, the file's name."""
     problems = list(problems_of(config))
     if problems:
@@ -40,18 +41,26 @@ def problems_of(config: Config) -> Iterator[str]:
         )
         yield from (f"{section.name}.{problem}" for problem in found)
     yield from _without_effect(config)
-    strategy, optimizer = config.parallelism.strategy, config.optimizer
-    if strategy == "fsdp2" and not optimizer.rule.exchangeable:
-        yield (
-            f"optimizer.name {optimizer.name} needs whole matrices in every step, and "
-            "parallelism.strategy fsdp2 exchanges momenta only: use matrix_fsdp"
-        )
+    if config.parallelism.strategy == "fsdp2":
+        yield from problems_with_fsdp2(config.optimizer)
     if config.parallelism.dry_run_world_size and config.checkpoint.enable:
         yield (
             "checkpoint.enable: a dry run (parallelism.dry_run_world_size) has no weights worth "
             "saving; set it to false"
         )
     yield from _missing_files(config)
+
+
+def problems_with_fsdp2(optimizer: OptimizerConfig) -> Iterator[str]:
+    """A sentence if the strategy fsdp2, which cuts matrices by rows, cannot run the optimizer.
+
+    It runs Muon, whose updates it exchanges, and AdamW, which is elementwise.
+    """
+    if not isinstance(optimizer.rule, (MuonRule, AdamWRule)):
+        yield (
+            f"optimizer.name {optimizer.name} needs whole matrices in every step, and "
+            "parallelism.strategy fsdp2 exchanges momenta only: use matrix_fsdp"
+        )
 
 
 def _without_effect(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import tomli
 
-from matrixtitan.config.checks import validate
+from matrixtitan.config.checks import require_valid
 from matrixtitan.config.errors import ConfigError
 from matrixtitan.config.schema import Config, OptimizerConfig
 from matrixtitan.config.show import help_text, to_toml, type_name
@@ -55,7 +55,7 @@ def load_config(argv: Sequence[str]) -> Config:
         _override(tables, name, text)
     where = Where(str(path), frozenset(name for name, _ in overrides))
     config = _config_from(tables, where)
-    validate(config, f"{path} with the command line's overrides" if overrides else str(path))
+    require_valid(config, f"{path} with the command line's overrides" if overrides else str(path))
     if any(name == "print-config" for name, _ in arguments):
         print(to_toml(config), end="")
         raise SystemExit(0)
@@ -79,7 +79,7 @@ def find_config(name: str) -> Path:
 
 
 def config_from_dict(data: Mapping[str, Any], where: str) -> Config:
-    """A Config from nested tables; `where` names their file in errors. Does not `validate`."""
+    """A Config from nested tables; `where` names their file in errors. Does not `require_valid`."""
     return _config_from(data, Where(where))
 
 

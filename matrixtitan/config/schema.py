@@ -14,6 +14,7 @@ from typing import Literal
 
 from matrixtitan.data.sources import SOURCE_TYPES, path_problems
 from matrixtitan.options import Needs, Options, key, not_one_of
+from matrixtitan.plan.planner import egress_cap_problems
 from matrixtitan.plan.transport_registry import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
@@ -374,10 +375,7 @@ class ParallelismConfig(Options):
         yield from super().problems()
         if self.transport not in ("auto", *TRANSPORTS):
             yield not_one_of("transport", self.transport, ("auto", *TRANSPORTS))
-        if self.egress_cap and not 1 <= self.egress_cap < float("inf"):
-            yield (
-                f"egress_cap is {self.egress_cap}; write 0 for no cap, or 1 (an even share) or more"
-            )
+        yield from egress_cap_problems(self.egress_cap)
         if self.data_parallel_shard_degree != -1 and self.data_parallel_shard_degree < 1:
             yield (
                 f"data_parallel_shard_degree is {self.data_parallel_shard_degree}; it must be at "

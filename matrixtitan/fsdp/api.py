@@ -43,7 +43,7 @@ from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
-from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, TRANSPORTS
+from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, transport_spec
 
 ReshardAfterForward = Literal["default", "always", "never"]
 GradientReduction = Literal["mean", "sum"]
@@ -69,7 +69,7 @@ def fully_shard(
 
     units: names of the modules that are gathered together, in forward order, such as
         `[["embed"], ["layers.0"], ["norm", "head"]]`. All remaining parameters form the root unit.
-        A unit of several modules is for weights that they share.
+        A unit may have several modules. Modules that share a weight must be in one unit.
     mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process
         group, one process. Where `init_process_group` was given a `device_id`, all of its ranks
         must call this at the same point, each with its own mesh: NCCL then splits new groups off
@@ -96,7 +96,8 @@ def fully_shard(
     parameters in place, and those are never stepped.
 
     Raises ValueError for an argument that has no meaning, a unit name that does not exist, a
-    parameter in two units, mixed dtypes in a unit, or a plan that does not fit the model.
+    parameter in two units, mixed dtypes in a unit, a plan that does not fit the model, or a
+    transport that does not run on the group's backend.
     Raises RuntimeError where plans differ between ranks, or where another rank found a mistake
     that this rank does not have.
     """
@@ -200,11 +201,6 @@ class MatrixFSDP:
             if (segment := shard.segment(self.rank)) is not None
         ]
 
-    @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of transient weights alive on this rank now."""
-        return sum(unit.transient_nbytes for unit in self.units)
-
     def close(self) -> None:
         """Stop the transports' threads.
 
@@ -234,7 +230,8 @@ def _check_arguments(
     if not isinstance(reshard_after_forward, bool):
         words = get_args(ReshardAfterForward)
         _check_choice("reshard_after_forward", reshard_after_forward, words, " or a bool")
-    _check_choice("transport", transport, ("auto", *TRANSPORTS))
+    if transport != "auto":
+        transport_spec(transport)
     _check_choice("gradient_reduction", gradient_reduction, get_args(GradientReduction))
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(
@@ -347,7 +344,7 @@ def make_transports(
     per_host = ranks_on_this_machine(len(ranks))
     if name == "auto" and backend == "gloo":
         # machines may have different numbers of ranks, and all ranks must choose alike
-        counts = gather_integers([per_host], group, device, "choosing a transport")
-        per_host = min(count for (count,) in counts)
+        hosts = gather_integers([per_host], group, device, "choosing a transport")
+        per_host = min(ranks_there for (ranks_there,) in hosts)
     chosen = transport_class(name, len(ranks), per_host, backend)
     return [chosen(new_group_like(group, device, timeout)) for _ in range(count)]

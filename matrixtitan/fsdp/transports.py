@@ -383,9 +383,7 @@ def _issued(work: Work | None) -> Work:
     return work
 
 
-def _coalesced(  # type: ignore[no-untyped-def]
-    group: dist.ProcessGroup, tensors: Sequence[OwnedTensor]
-):
+def _coalesced(group: dist.ProcessGroup, tensors: Sequence[OwnedTensor]) -> Any:
     """One NCCL group call around several collectives; its `works` holds one work for all.
 
     `_coalescing_manager` is private in PyTorch up to 2.15. It has no public counterpart for

@@ -47,8 +47,8 @@ from matrixtitan.fsdp.streams import Channel, Pending, Work
 from matrixtitan.fsdp.transports import OwnedTensor, Transport
 
 PACK_BELOW = 64 * 1024
-"""Bytes. Smaller gradients with the same owner are packed and reduced as one tensor. Larger ones
-are reduced where autograd made them, which saves the copy."""
+"""Bytes. Smaller whole gradients are packed by owner and reduced as one tensor. Others are reduced
+in place, or from a cast copy where compute and reduce dtype differ."""
 
 InitRows = Callable[[str, tuple[int, ...], int, Tensor], None]
 """(fqn, full_shape, start, out): write rows [start, start + len(out)) of the parameter's initial

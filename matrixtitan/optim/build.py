@@ -188,8 +188,8 @@ def _build_adamw(
 def _takes_fused_adamw(param: LocalParam) -> bool:
     """Whether AdamW's fused kernel gives every row the same bits wherever rows are cut.
 
-    The kernel is 3 times as fast on CPUs. There it rounds the elements that do not fill a vector in
-    another way, so rows must fill its vectors.
+    On CPUs the kernel rounds the elements that do not fill a vector in another way, so rows must
+    fill its vectors.
     """
     if param.tensor.device.type == "cpu":
         return len(param.full_shape) > 1 and prod(param.full_shape[1:]) % VECTOR_ELEMENTS == 0

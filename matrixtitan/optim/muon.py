@@ -1,8 +1,8 @@
 """Muon: momentum, orthogonalised by Newton-Schulz. https://kellerjordan.github.io/posts/muon/
 
-Owns the optimizer class and the pure functions that it is made of (`momentum_update`,
-`learning_rate_scale`), which other data-parallel strategies reuse on matrices that they gathered.
-Never communicates. Next: `newton_schulz.py`.
+Owns the optimizer class and its pure functions. Other data-parallel strategies reuse
+`momentum_update` on row shards, and `learning_rate_scale` with the shapes of whole matrices. Never
+communicates. Next: `newton_schulz.py`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def momentum_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: boo
 
 
 def learning_rate_scale(scale: str, rows: int, cols: int) -> float:
-    """The factor on lr for a matrix of the full logical shape (rows, cols)."""
+    """The factor on lr, from the shape of what is orthogonalised: a whole weight, slice or head."""
     if scale == "original":
         return sqrt(max(1, rows / cols))
     if scale == "match_rms_adamw":

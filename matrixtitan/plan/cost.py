@@ -48,7 +48,10 @@ class MatrixRule(Protocol):
 
 @dataclass(frozen=True)
 class OrthogonalizedMomentum:
-    """The price of Muon with five Newton-Schulz steps, which a plan assumes by default."""
+    """The price of `MuonRule()`, which a plan assumes by default.
+
+    It stands here too because `plan` imports no rule: it can be lifted out with `fsdp` alone.
+    """
 
     name: str = "muon"
     keeps_float32: bool = False

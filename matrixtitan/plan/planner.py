@@ -14,10 +14,10 @@ output head) over the ranks like water, up to one level.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
 from matrixtitan.plan.cost import BlockCost, CostSettings, block_cost
 from matrixtitan.plan.dealing import Piece, PieceKind, deal
@@ -28,9 +28,9 @@ SMALL_TAIL = 1 << 20
 """A 1-D tail tensor of up to this many elements is never cut: the messages would cost more than
 the balance gains."""
 
-SLIVER = 200
-"""Bytes below 1/200 of a rank's are not worth a message of their own: a tail tensor of fewer is not
-cut, and a rank that lacks fewer gets no rows."""
+SLIVERS_PER_RANK = 200
+"""A sliver is 1/200 of a rank's bytes. Smaller tails are not cut, and a rank that lacks less gets
+no rows: they would not pay for a message."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,26 @@ class PlanSettings(CostSettings):
 
     `egress_cap`: upper limit on the elements of one unit that one rank holds, as a multiple of the
     mean over ranks. A rank's egress, the bytes that it sends when the unit is gathered, is in
-    proportion to them, and the transport "star" takes as long as the largest egress. A unit's
-    largest piece that may not be cut is always allowed. The cap does not change the placement: a
-    plan that exceeds it is refused. None: no cap.
+    proportion to them, and the transport "star" takes as long as the largest egress. 0: no cap.
+
+    A unit's largest piece that is not cut is always allowed: a matrix, or all small tail tensors of
+    the unit. The cap does not change where matrices go, and a plan in which they exceed it is
+    refused. It does change where tails go: rows of a large tail go to a rank only while the rank
+    holds less than the limit, so the last row may exceed it.
     """
 
-    egress_cap: float | None = None
+    egress_cap: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.egress_cap is not None and self.egress_cap < 1:
-            raise ValueError(
-                f"egress_cap {self.egress_cap} is below 1, the mean: nothing could meet it; "
-                "use None for no cap"
-            )
+        for problem in egress_cap_problems(self.egress_cap):
+            raise ValueError(problem)
+
+
+def egress_cap_problems(cap: float) -> Iterator[str]:
+    """A sentence if `cap` is no egress cap."""
+    if cap and not 1 <= cap < inf:
+        yield f"egress_cap is {cap}; write 0 for no cap, or 1 (an even share) or more"
 
 
 def make_plan(
@@ -64,9 +70,9 @@ def make_plan(
 ) -> Plan:
     """Place every parameter of `specs` (in the model's order) on `world_size` ranks.
 
-    Pure and deterministic: ties are broken by fqn, then by rank. `spread_units` False leaves out
-    the swaps that spread each unit over the ranks. They take most of the time, and the
-    matrices' balance does not depend on them: so False is for predictions and not for training.
+    Pure and deterministic: ties are broken by fqn, then by rank. Swaps spread each unit over the
+    ranks. `spread_units` False skips those swaps, which take most of the time and leave each rank's
+    bytes and FLOPs of matrices as they are. Use it for predictions only.
 
     Raises ValueError for a world size below 1, a parameter named twice, or an egress cap that the
     plan exceeds.
@@ -81,6 +87,7 @@ def make_plan(
     placement.place_matrices(settings, spread_units)
     placement.place_small_tails()
     placement.pour_large_tails()
+    placement.check_egress(settings.egress_cap)
     return placement.plan()
 
 
@@ -100,9 +107,8 @@ class _Placement:
         self.units: defaultdict[str, list[int]] = defaultdict(lambda: [0] * world_size)
         """By unit: elements on each rank."""
         self.total_bytes = sum(self._held_bytes(i) for i in range(len(specs)))
-        self.unit_numel: Counter[str] = Counter()
-        for spec in specs:
-            self.unit_numel[spec.unit] += spec.numel
+        self.limits: defaultdict[str, float] = defaultdict(lambda: inf)
+        """By unit: elements that a rank may hold of it, under an egress cap."""
         filled = [i for i, spec in enumerate(specs) if spec.shape[0]]
         self.matrices = [i for i in filled if specs[i].role == "matrix"]
         self.small_tails = [i for i in filled if specs[i].role == "tail" and self._is_small(i)]
@@ -119,7 +125,7 @@ class _Placement:
     def _is_small(self, index: int) -> bool:
         """Whether cutting a tail tensor would cost messages and gain no balance."""
         shape = self.specs[index].shape
-        sliver = self._held_bytes(index) * self.world_size * SLIVER <= self.total_bytes
+        sliver = self._held_bytes(index) * self.world_size * SLIVERS_PER_RANK <= self.total_bytes
         return sliver or (len(shape) == 1 and shape[0] <= SMALL_TAIL)
 
     def _give(self, index: int, rank: int, blocks: int) -> None:
@@ -154,8 +160,8 @@ class _Placement:
         owners = deal(pieces, packing.ranks(), spread_units)
         for piece, rank in zip(pieces, owners, strict=True):
             self._give(piece.param, rank, piece.kind.blocks)
-        if settings.egress_cap is not None:
-            self._check_egress(pieces, settings.egress_cap)
+        if settings.egress_cap:
+            self._limit_egress(pieces, settings.egress_cap)
 
     def _pieces(self, cut_heads: bool) -> list[Piece]:
         """What the matrices are cut into: stacks at slices, 2D ones not at all or between heads."""
@@ -173,52 +179,48 @@ class _Placement:
                 pieces.append(Piece(index, spec.fqn, spec.unit, kind))
         return pieces
 
-    def _check_egress(self, pieces: Sequence[Piece], cap: float) -> None:
-        """ValueError where a rank holds more of a unit than PlanSettings.egress_cap allows."""
+    def _limit_egress(self, pieces: Sequence[Piece], cap: float) -> None:
+        """Set `limits` to what PlanSettings.egress_cap allows."""
         largest: Counter[str] = Counter()
+        for index in self.small_tails:
+            largest[self.specs[index].unit] += self.specs[index].numel
         for piece in pieces:
             largest[piece.unit] = max(largest[piece.unit], piece.kind.numel)
-        for unit, shares in self.units.items():
-            limit = max(cap * self.unit_numel[unit] / self.world_size, largest[unit])
-            worst = max(range(self.world_size), key=lambda rank: (shares[rank], -rank))
-            if shares[worst] > limit:
-                raise ValueError(
-                    f"egress_cap {cap} cannot be met: rank {worst} would hold {shares[worst]} "
-                    f"elements of unit {unit!r}, over {limit:.0f}; raise the cap or use a "
-                    "transport that is not bound by fan-out"
-                )
+        total: Counter[str] = Counter()
+        for spec in self.specs:
+            total[spec.unit] += spec.numel
+        for unit, numel in total.items():
+            self.limits[unit] = max(cap * numel / self.world_size, largest[unit])
 
     # ------------------------------------------------------------ tails
 
     def place_small_tails(self) -> None:
         """Put a unit's small tail tensors together on one of its owners that is below the mean.
 
-        Where all of its owners are full, they go to the emptiest rank.
+        Where all of its owners are full, they go to the emptiest rank. An egress cap leaves out the
+        ranks that it would not allow.
         """
         by_unit: dict[str, list[int]] = {}
         for index in self.small_tails:
             by_unit.setdefault(self.specs[index].unit, []).append(index)
         mean = self.total_bytes / self.world_size
-        emptiest = [(held, rank) for rank, held in enumerate(self.bytes)]
-        heapq.heapify(emptiest)
+        ranks = range(self.world_size)
         for unit, indices in by_unit.items():
             needed = sum(map(self._held_bytes, indices))
-            owners = [
-                (self.bytes[rank], rank)
-                for rank, share in enumerate(self.units[unit])
-                if share and self.bytes[rank] + needed <= mean
-            ]
-            # an entry is stale where its rank was given something since
-            while emptiest[0][0] != self.bytes[emptiest[0][1]]:
-                heapq.heapreplace(emptiest, (self.bytes[emptiest[0][1]], emptiest[0][1]))
-            _, rank = min(owners) if owners else emptiest[0]
+            numel = sum(self.specs[index].numel for index in indices)
+            shares = self.units[unit]
+            # under an egress cap; where no rank has room, `check_egress` refuses the plan
+            roomy = [rank for rank in ranks if shares[rank] + numel <= self.limits[unit]] or ranks
+            owners = [rank for rank in roomy if shares[rank] and self.bytes[rank] + needed <= mean]
+            rank = min(owners or roomy, key=lambda rank: (self.bytes[rank], rank))
             for index in indices:
                 self._give(index, rank, self._count(index))
 
     def pour_large_tails(self) -> None:
         """Cut large tail tensors by rows, in proportion to what each rank lacks to the level.
 
-        Tensors with large rows come first, so that small rows level what rounding left uneven.
+        Tensors with large rows come first, so that small rows level what rounding left uneven. What
+        an egress cap keeps from a rank goes to the other ranks.
         """
         order = sorted(
             self.large_tails, key=lambda i: (-self.costs[i].resident.total, self.specs[i].fqn)
@@ -227,12 +229,26 @@ class _Placement:
         receivers = self._receivers(left)
         for index in order:
             level = water_level([self.bytes[rank] for rank in receivers], left)
-            lacks = [max(0, level - self.bytes[rank]) for rank in receivers]
+            lacks = {rank: max(0, level - self.bytes[rank]) for rank in receivers}
             left -= self._held_bytes(index)
-            parts = _proportional(self._count(index), lacks)
-            for rank, blocks in zip(receivers, parts, strict=True):
-                if blocks:
-                    self._give(index, rank, blocks)
+            self._pour(index, lacks)
+
+    def _pour(self, index: int, lacks: Mapping[int, int]) -> None:
+        """Give the ranks the blocks of one tail tensor, in proportion to `lacks` where allowed."""
+        unit = self.specs[index].unit
+        left = self._count(index)
+        while left:
+            # blocks that each rank may take; the limit is the mean at least, so some rank may
+            room = {
+                rank: left if limit == inf else ceil((limit - share) / self.costs[index].numel)
+                for rank, share in enumerate(self.units[unit])
+                if share < (limit := self.limits[unit])
+            }
+            parts = _proportional(left, [lacks.get(rank, 0) for rank in room])
+            for (rank, most), part in zip(room.items(), parts, strict=True):
+                if part:
+                    self._give(index, rank, min(part, most))
+                    left -= min(part, most)
 
     def _receivers(self, poured: int) -> list[int]:
         """The ranks to pour `poured` bytes onto.
@@ -241,12 +257,35 @@ class _Placement:
         or where leaving the others out would raise the level by a sliver.
         """
         level = water_level(self.bytes, poured)
-        ranks = [rank for rank, held in enumerate(self.bytes) if (level - held) * SLIVER > level]
-        if not ranks or water_level([self.bytes[rank] for rank in ranks], poured) * SLIVER > (
-            level * (SLIVER + 1)
-        ):
+        ranks = [
+            rank
+            for rank, held in enumerate(self.bytes)
+            if (level - held) * SLIVERS_PER_RANK > level
+        ]
+        if not ranks or water_level(
+            [self.bytes[rank] for rank in ranks], poured
+        ) * SLIVERS_PER_RANK > (level * (SLIVERS_PER_RANK + 1)):
             return list(range(self.world_size))
         return ranks
+
+    def check_egress(self, cap: float) -> None:
+        """ValueError where a rank holds more of a unit than `cap`, PlanSettings.egress_cap, allows.
+
+        Less than a row of a cut tail tensor above the limit is allowed.
+        """
+        row: Counter[str] = Counter()
+        for index in self.large_tails:
+            unit = self.specs[index].unit
+            row[unit] = max(row[unit], self.costs[index].numel)
+        for unit, shares in self.units.items():
+            worst = max(range(self.world_size), key=lambda rank: (shares[rank], -rank))
+            excess = shares[worst] - self.limits[unit]
+            if excess > 0 and excess >= row[unit]:
+                raise ValueError(
+                    f"egress_cap {cap} cannot be met: rank {worst} would hold {shares[worst]} "
+                    f"elements of unit {unit!r}, over {self.limits[unit]:.0f}; raise the cap or "
+                    "use a transport that is not bound by fan-out"
+                )
 
     def plan(self) -> Plan:
         """The Plan: each parameter's blocks laid out in rank order, one segment a rank."""

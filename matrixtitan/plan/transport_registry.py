@@ -191,8 +191,8 @@ class GroupedSpec(TransportSpec):
         owners = [rank for rank, share in enumerate(shares) if share]
         moving = 0.0
         for first in range(0, len(owners), GLOO_WORKERS):
-            together = owners[first : first + GLOO_WORKERS]
-            part = [share if rank in together else 0 for rank, share in enumerate(shares)]
+            concurrent = owners[first : first + GLOO_WORKERS]
+            part = [share if rank in concurrent else 0 for rank, share in enumerate(shares)]
             carried = self.carried(part, links.ranks_per_host, direction, backend)
             moving += _seconds_moving(carried, links)
         waiting = self.messages(shares, direction, backend) * links.message_seconds
@@ -234,7 +234,7 @@ _ALL_GATHER = AllGatherSpec()
 def transport_spec(name: str) -> TransportSpec:
     """The entry of that name; ValueError where there is none."""
     if name not in TRANSPORTS:
-        raise ValueError(f"transport {name!r} is none of auto, {', '.join(TRANSPORTS)}")
+        raise ValueError(f"transport is {name!r}; use one of auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 

@@ -163,7 +163,7 @@ def _most_even_shards(
     """The largest degree below the present one at which no rank is idle or far above the mean."""
     blocks = sum(spec.shape[0] // spec.block_rows for spec in specs if spec.role == "matrix")
     # these plans are made without spreading units, so an egress cap cannot be judged by them
-    loose = replace(settings, egress_cap=None)
+    loose = replace(settings, egress_cap=0.0)
     for degree in shard_degrees(world_size, ranks_per_host):
         if degree < now.shards and degree <= blocks:
             plan = make_plan(specs, degree, loose, spread_units=False)

@@ -33,7 +33,7 @@ CUT_HATCH, WHOLE_TAIL_HATCH = "////", "xxxx"
 GREYS = ("#c8c8c8", "#9a9a9a", "#6e6e6e")
 
 
-class Piece(NamedTuple):
+class Held(NamedTuple):
     """What a row holds of one parameter, or of one unit's parameters of a kind."""
 
     name: str
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     ranks: tuple[int, int]
     """The first and the last."""
-    pieces: list[Piece]
+    pieces: list[Held]
     fullest_bytes: int
     """Of the fullest of its ranks."""
     flops: float
@@ -83,7 +83,7 @@ def plan_rows(plan: Plan, settings: CostSettings, most: int = MOST_ROWS) -> list
         rows.append(
             Row(
                 (ranks[0], ranks[-1]),
-                [Piece(*key, held_bytes / len(ranks)) for key, held_bytes in ordered],
+                [Held(*key, held_bytes / len(ranks)) for key, held_bytes in ordered],
                 max(resident[rank] for rank in ranks),
                 sum(mine) / len(ranks),
                 max(mine),
@@ -242,7 +242,7 @@ def _draw_legend(figure: Figure, plan: Plan, colours: dict[str, Any]) -> None:
     )
 
 
-def _hatch(piece: Piece) -> str:
+def _hatch(piece: Held) -> str:
     if piece.cut:
         return CUT_HATCH
     return WHOLE_TAIL_HATCH if piece.role == "tail" else ""

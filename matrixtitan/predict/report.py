@@ -30,7 +30,7 @@ from matrixtitan.predict.strategies import (
 from matrixtitan.predict.traffic import Job, Machine, our_traffic, replica_bytes, seconds_of
 
 
-def report(
+def predictions(
     specs: Sequence[ParamSpec],
     plan: Plan,
     settings: PlanSettings,

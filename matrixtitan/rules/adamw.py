@@ -15,7 +15,6 @@ from matrixtitan.rules.base import Rule, Shape, StateSpec, check_betas
 class AdamWRule(Rule):
     name = "adamw"
     optimizer = "torch.optim:AdamW"
-    exchangeable = True
 
     betas: tuple[float, ...] = key((0.95, 0.95), "decay of the moments", low=0, below=1)
     eps: float = key(1e-8, "added to the root of the second moment", low=0)

@@ -40,8 +40,6 @@ class Rule(Options):
     """What `optimizer.name` calls it."""
     optimizer: ClassVar[str]
     """Where its torch.optim.Optimizer is, as "module:Class"."""
-    exchangeable: ClassVar[bool] = False
-    """Whether fsdp2's strategies, which exchange momenta and not states, can run it."""
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:

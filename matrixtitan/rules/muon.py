@@ -20,7 +20,6 @@ NAMED_COEFFICIENTS = ("quintic", "polar_express")
 class MuonRule(Rule):
     name = "muon"
     optimizer = "matrixtitan.optim.muon:Muon"
-    exchangeable = True
 
     momentum: float = key(0.95, "momentum", low=0, below=1)
     nesterov: bool = key(True, "Nesterov momentum")

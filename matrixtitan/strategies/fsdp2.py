@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.config import OptimizerConfig
+from matrixtitan.config.checks import problems_with_fsdp2
 from matrixtitan.fsdp import InitRows
 from matrixtitan.fsdp.api import ReshardAfterForward, make_transports
 from matrixtitan.fsdp.transports import Transport
@@ -56,7 +57,7 @@ class FSDP2(DataParallel):
     prefetch: how many units are gathered ahead in forward.
     timeout: of the process groups that this makes. None: PyTorch's default.
 
-    Raises ValueError for an unknown choice, and for "tuned" on another backend than gloo.
+    Raises ValueError for "tuned" on another backend than gloo.
     """
 
     def __init__(
@@ -77,11 +78,6 @@ class FSDP2(DataParallel):
         prefetch: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        _check_choice(
-            "parallelism.fsdp_reshard_after_forward", reshard_after_forward, ReshardAfterForward
-        )
-        _check_choice("parallelism.fsdp2_transports", transports, TransportChoice)
-        _check_choice("optimizer.matrix_exchange", matrix_exchange, ExchangeName)
         self.model = model
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self.shard_group = self.shard_mesh.get_group()
@@ -184,12 +180,8 @@ class FSDP2(DataParallel):
         return params
 
     def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
-        if config.name not in ("muon", "adamw"):
-            raise ValueError(
-                f"optimizer.name {config.name!r} needs whole matrices, which parallelism.strategy "
-                "'fsdp2' has for 'muon' only: set optimizer.name to 'muon' or 'adamw', or "
-                "parallelism.strategy to 'matrix_fsdp'"
-            )
+        for problem in problems_with_fsdp2(config):
+            raise ValueError(problem)
         return super().build_optimizers(config)
 
     def step(self, optimizers: Optimizers) -> None:
@@ -239,8 +231,3 @@ def _shard_unit(
 
 def _reshards(policy: ReshardAfterForward, index: int, units: int) -> bool:
     return policy == "always" or (policy == "default" and index < units - 1)
-
-
-def _check_choice(key: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(f"{key} is {value!r}; choose one of {', '.join(get_args(choices))}")

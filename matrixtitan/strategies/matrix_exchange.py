@@ -31,7 +31,7 @@ from matrixtitan.optim.muon import (
     newton_schulz_of,
 )
 from matrixtitan.optim.newton_schulz import NewtonSchulz
-from matrixtitan.plan.cost import newton_schulz_flops
+from matrixtitan.rules import MuonRule
 from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 
 BUCKETS = 4
@@ -51,13 +51,14 @@ class ShardedUpdate:
 
     `local` advances the momentum and returns this rank's rows. It is called once, and only when the
     rows are sent, so that not all updates are alive at once. `shape` is (R, C). `block_rows`: rows
-    that are orthogonalised together; None: all.
+    that are orthogonalised together; None: all. `rule` prices the orthogonalisation.
     """
 
     fqn: str
     local: Callable[[], Tensor]
     shape: tuple[int, int]
     block_rows: int | None
+    rule: MuonRule
     dtype: torch.dtype
     device: torch.device
 
@@ -71,7 +72,7 @@ class ShardedUpdate:
     @property
     def flops(self) -> int:
         rows = self.block_rows or self.shape[0]
-        return self.shape[0] // rows * newton_schulz_flops(rows, self.shape[1])
+        return self.shape[0] // rows * self.rule.flops(rows, self.shape[1])
 
 
 def shard_bounds(rows: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -96,7 +97,7 @@ class MuonExchange(ABC):
     def step(self, muon: Muon) -> None:
         """As `muon.step()` on whole matrices: the same momentum, iteration, scales and decay."""
         for group in muon.param_groups:
-            settings = newton_schulz_of(group)
+            settings, rule = newton_schulz_of(group), muon.rule_of(group)
             params, updates = [], []
             for fqn, param in named_params(group):
                 if param.grad is None:
@@ -119,7 +120,7 @@ class MuonExchange(ABC):
                 shape = (param.size(0), param.size(1))
                 dtype = settings.compute_dtype(param)
                 updates.append(
-                    ShardedUpdate(fqn, local, shape, group["block_rows"], dtype, param.device)
+                    ShardedUpdate(fqn, local, shape, group["block_rows"], rule, dtype, param.device)
                 )
             for index, rows in self.orthogonalized(updates, settings):
                 shape = updates[index].shape

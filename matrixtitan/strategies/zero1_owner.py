@@ -7,14 +7,17 @@ rank steps the whole tail. Next: `ddp.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
+from matrixtitan.config import OptimizerConfig
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.plan.cost import matrices_in_block, newton_schulz_flops
+from matrixtitan.plan.cost import CostSettings, block_cost
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
+from matrixtitan.rules import Rule
 from matrixtitan.strategies.ddp import DDP
 from matrixtitan.strategies.matrix_exchange import assign_owners
 
@@ -22,7 +25,7 @@ from matrixtitan.strategies.matrix_exchange import assign_owners
 class Zero1Owner(DDP):
     """ZeRO-1 whose optimizer state is cut between matrices. Its arguments are those of DDP.
 
-    `owner_of` maps each matrix's fqn to its owner's group rank.
+    `owner_of` maps each matrix's fqn to its owner's group rank, once the optimizers are built.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,13 +36,11 @@ class Zero1Owner(DDP):
                 "zero1_owner needs a process group: call dist.init_process_group first"
             )
         self._owner_group = group
-        matrices = [
-            spec for spec in self._specs.values() if spec.role == "matrix" and spec.trainable
-        ]
-        owners = assign_owners(
-            [(spec.fqn, _flops(spec)) for spec in matrices], self._owner_group.size()
-        )
-        self.owner_of = {spec.fqn: owner for spec, owner in zip(matrices, owners, strict=True)}
+        self.owner_of: dict[str, int] = {}
+
+    def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
+        self.owner_of = owners_of(self._specs.values(), config.rule, self._owner_group.size())
+        return super().build_optimizers(config)
 
     def stepped_parameters(self) -> list[LocalParam]:
         rank = self._owner_group.rank()
@@ -63,6 +64,13 @@ class Zero1Owner(DDP):
             work.wait()
 
 
-def _flops(spec: ParamSpec) -> int:
-    count, rows, cols = matrices_in_block(spec)
-    return spec.shape[0] // spec.block_rows * count * newton_schulz_flops(rows, cols)
+def owners_of(specs: Iterable[ParamSpec], rule: Rule, ranks: int) -> dict[str, int]:
+    """By fqn, the owner of each trained matrix; balances the FLOPs of `rule`."""
+    settings = CostSettings(rule=rule)
+    costs = [
+        (spec.fqn, spec.shape[0] // spec.block_rows * block_cost(spec, settings).flops)
+        for spec in specs
+        if spec.role == "matrix" and spec.trainable
+    ]
+    owners = assign_owners(costs, ranks)
+    return {fqn: owner for (fqn, _), owner in zip(costs, owners, strict=True)}

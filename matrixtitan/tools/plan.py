@@ -42,7 +42,7 @@ from matrixtitan.plan.transport_registry import ALL_GATHER
 from matrixtitan.predict.degrees import CLOSE, degree_flags, degree_toml
 from matrixtitan.predict.memory import Precision
 from matrixtitan.predict.pictures import save_plan_picture
-from matrixtitan.predict.report import report
+from matrixtitan.predict.report import predictions
 from matrixtitan.predict.traffic import Job, Machine
 from matrixtitan.tools import make_parser
 from models import build_model, family
@@ -125,7 +125,7 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
         save_plan_picture(plan, settings, options.picture)
     return {
         "model": _model_figures(model, config, vocabulary, specs),
-        **report(specs, plan, settings, precision, job, machine),
+        **predictions(specs, plan, settings, precision, job, machine),
     }
 
 

@@ -206,9 +206,10 @@ def test_band_of_soap(workplace: Path, batch: int, seq_len: int, seed: int) -> N
         config = replace(
             config,
             training=training,
+            # both sides of every matrix
             optimizer=replace(
                 config.optimizer, rule=replace(config.optimizer.rule, max_precond_dim=8192)
-            ),  # both sides of every matrix
+            ),
             checkpoint=CheckpointConfig(),
             debug=DebugConfig(seed=seed),
         )

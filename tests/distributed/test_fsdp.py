@@ -15,7 +15,7 @@ from matrixtitan.fsdp import MatrixFSDP, fully_shard
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.plan.transport_registry import TRANSPORTS
 from tests.lib.distributed import run_distributed
-from tests.lib.toy import Toy, batch, make_toy, share, toy_units
+from tests.lib.toy import Toy, batch, gathered_nbytes, make_toy, share, toy_units
 
 STEPS = 3
 ROWS = 24
@@ -125,7 +125,7 @@ def toy_case(options: dict[str, Any]) -> None:
     if mesh is None:
         for fqn, weight in collect(sharded).items():
             torch.testing.assert_close(weight, plain_weights[fqn], atol=1e-5, rtol=0, msg=fqn)
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0
     assert all(param is not None for param in model.parameters())
     sharded.close()
 

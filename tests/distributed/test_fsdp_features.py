@@ -31,7 +31,7 @@ from matrixtitan.plan.roles import param_specs
 from matrixtitan.plan.shard import MatrixShard, Plan, Segment
 from models import build_model
 from tests.lib.distributed import run_distributed
-from tests.lib.toy import Toy, batch, make_toy, share, toy_units
+from tests.lib.toy import Toy, batch, gathered_nbytes, make_toy, share, toy_units
 
 ROWS = 24
 TOKENS = ROWS * 5
@@ -78,7 +78,7 @@ def check_gradients(sharded: MatrixFSDP, plain: nn.Module) -> None:
         torch.testing.assert_close(
             got, want, atol=1e-6, rtol=1e-4, msg=lambda text, f=local.fqn: f"{f}: {text}"
         )
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0
 
 
 Backward = Callable[[Any, Tensor, Tensor], Tensor]
@@ -365,7 +365,7 @@ def evaluation_between(replicas: int) -> None:
     def evaluate(index: int) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(my_share(9)[0]), plain(my_share(9)[0]))
-        assert sharded.gathered_nbytes == 0
+        assert gathered_nbytes(sharded) == 0
         with torch.inference_mode():
             torch.testing.assert_close(model(my_share(8)[0]), plain(my_share(8)[0]))
 

@@ -26,7 +26,7 @@ from matrixtitan.predict.memory import Precision, memory_table
 from matrixtitan.rules import RULES
 from tests.lib.count_collectives import CollectiveCounter, no_collectives
 from tests.lib.distributed import run_distributed
-from tests.lib.toy import batch, make_toy, share, toy_units
+from tests.lib.toy import batch, gathered_nbytes, make_toy, share, toy_units
 
 DEPTH = 6
 
@@ -172,7 +172,7 @@ def storage_alive(
     assert len(gradients.of_units) == DEPTH + 2
     # those in reduction, and one in backward
     assert gradients.most == 1 + in_flight
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0
     sharded.close()
 
 
@@ -327,7 +327,7 @@ def resident(name: str, dim: int, replicas: int) -> None:
     assert held == planned._replace(parameters=planned.parameters + padding)
     # rows of 16 floats fill whole lines of 64 bytes
     assert (padding == 0) == (dim == 16)
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0
 
 
 def resident_in_every_way(replicas: int) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.optim.muon import Muon
+from matrixtitan.rules import MuonRule
 from matrixtitan.strategies.fsdp2_collectives import TransportAllGather
 from matrixtitan.strategies.matrix_exchange import (
     AllToAll,
@@ -164,7 +165,7 @@ def make_update(fqn: str, shape: tuple[int, ...], block_rows: int | None = None)
     rows, cols = shape
     cpu = torch.device("cpu")
     return ShardedUpdate(
-        fqn, lambda: torch.empty(0, cols), (rows, cols), block_rows, torch.float32, cpu
+        fqn, lambda: torch.empty(0, cols), (rows, cols), block_rows, MuonRule(), torch.float32, cpu
     )
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
+from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.predict.strategies import StrategyVariant, strategy_bytes, unit_sizes
-from matrixtitan.strategies.fsdp2 import FSDP2
+from matrixtitan.rules import AdamWRule, MuonRule, Rule
 from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
-from matrixtitan.strategies.zero1_owner import Zero1Owner
+from matrixtitan.strategies.zero1_owner import Zero1Owner, owners_of
 from models.llama import Llama
 from tests.lib.count_collectives import CollectiveCounter
 from tests.lib.distributed import run_distributed
@@ -258,6 +258,15 @@ def test_zero1_keeps_momentum_on_the_owner_and_equal_weights_everywhere() -> Non
         torch.testing.assert_close(found_weights, weights, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("rule", "first"), [(MuonRule(), "square"), (AdamWRule(), "wide")])
+def test_zero1_balances_the_price_of_the_rule(rule: Rule, first: str) -> None:
+    """The costly matrix gets its owner first: Muon's is the square one, AdamW's the larger one."""
+    shapes = {"square": (64, 64), "wide": (16, 512)}
+    specs = [ParamSpec(fqn, shape, "matrix", "u", shape[0]) for fqn, shape in shapes.items()]
+    owner_of = owners_of(specs, rule, 2)
+    assert owner_of == {fqn: int(fqn != first) for fqn in shapes}
+
+
 def message(call: Any) -> str:
     try:
         call()
@@ -266,29 +275,16 @@ def message(call: Any) -> str:
     raise AssertionError("no ValueError")
 
 
-def wrong_settings() -> list[str]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def build(**options: Any) -> FSDP2:
-        return FSDP2(nn.Module(), [], units=[], mesh=mesh, device=torch.device("cpu"), **options)
-
+def soap_on_row_shards() -> str:
     config = make_config("fsdp2_all_to_all")
     soap = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="soap"))
-    return [
-        message(lambda: Run(soap)),
-        message(lambda: build(transports="fast")),
-        message(lambda: build(matrix_exchange="ring")),
-        message(lambda: build(reshard_after_forward="sometimes")),
-    ]
+    return message(lambda: Run(soap))
 
 
 def test_what_fsdp2_cannot_do_is_named() -> None:
-    soap, transports, exchange, reshard = run_distributed(wrong_settings, 2)[0]
-    assert "optimizer.name 'soap'" in soap
-    assert "parallelism.strategy" in soap
-    assert "parallelism.fsdp2_transports" in transports
-    assert "optimizer.matrix_exchange" in exchange
-    assert "parallelism.fsdp_reshard_after_forward" in reshard
+    message = run_distributed(soap_on_row_shards, 2)[0]
+    assert "optimizer.name soap needs whole matrices" in message
+    assert "parallelism.strategy" in message
 
 
 def exchanges_by(transport: str) -> None:

@@ -214,9 +214,8 @@ def test_the_debug_config_gives_the_same_losses_at_any_number_of_ranks(
 
 
 def train_compiled(*configs: Config) -> None:
-    torch._inductor.config.compile_threads = (
-        1  # a pool of compilers takes longer to start than to use
-    )
+    # a pool of compilers takes longer to start than to use
+    torch._inductor.config.compile_threads = 1
     train(*configs)
     assert torch._dynamo.utils.counters["inductor"]
 
@@ -326,10 +325,8 @@ def poisoned(config: Config, bad_rank: int, bad_steps: list[int], value: float) 
 
 @pytest.mark.parametrize(
     ("strategy", "value"),
-    [
-        ("ddp", math.nan),
-        ("matrix_fsdp", math.inf),
-    ],  # inf: of the loss alone, its gradients are fine
+    # inf: of the loss alone, its gradients are fine
+    [("ddp", math.nan), ("matrix_fsdp", math.inf)],
 )
 def test_one_ranks_bad_loss_stops_all_before_the_update(
     corpus: Path, tmp_path: Path, strategy: str, value: float

@@ -104,9 +104,9 @@ def test_unregistered_it_is_unknown_everywhere() -> None:
         "did you mean ring",
     ):
         load_config(["--config", "debug", "--parallelism.transport", "rin"])
-    with pytest.raises(ValueError, match="'mailbox' is none of auto, grouped, ring, star"):
+    with pytest.raises(ValueError, match="is 'mailbox'; use one of auto, grouped, ring, star"):
         transport_class(NAME, 2, 2, "gloo")
-    with pytest.raises(ValueError, match="'mailbox' is none of"):
+    with pytest.raises(ValueError, match="is 'mailbox'; use one of"):
         transport_seconds(NAME, [1, 2], 1.0)
 
 

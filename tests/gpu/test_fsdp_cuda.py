@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
 from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT
-from tests.lib.toy import batch, make_toy, toy_units
+from tests.lib.toy import batch, gathered_nbytes, make_toy, toy_units
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,4 +88,4 @@ def test_transient_memory_is_freed(nccl: None) -> None:
     assert sharded._schedule.max_reductions == REDUCTIONS_IN_FLIGHT["nccl"]
     tokens, labels = (tensor.cuda() for tensor in batch(0))
     model(tokens, labels).backward()
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0

@@ -20,7 +20,7 @@ from matrixtitan.fsdp.streams import Channel
 from tests.distributed.test_transports import SIZES, move
 from tests.lib.distributed import run_distributed
 from tests.lib.strategies import STRATEGIES, Run, make_config
-from tests.lib.toy import batch, make_toy, share, toy_units
+from tests.lib.toy import batch, gathered_nbytes, make_toy, share, toy_units
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,7 +124,7 @@ def toy_losses(
         total = loss.detach().float()
         dist.all_reduce(total)
         values.append(total.cpu())
-    assert sharded.gathered_nbytes == 0
+    assert gathered_nbytes(sharded) == 0
     sharded.close()
     return torch.stack(values)
 

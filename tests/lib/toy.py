@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from matrixtitan.fsdp import MatrixFSDP
+
 
 class Block(nn.Module):
     """Two matrices, a norm with bias, and a residual."""
@@ -61,6 +63,11 @@ def batch(step: int, rows: int = 24, length: int = 5, vocab: int = 24) -> tuple[
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, vocab, (rows, length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def gathered_nbytes(sharded: MatrixFSDP) -> int:
+    """Bytes of transient weights alive on this rank now."""
+    return sum(unit.transient_nbytes for unit in sharded.units)
 
 
 def share(tensor: Tensor, rank: int, world_size: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matrixtitan.plan.cost import block_cost, rank_bytes
+from matrixtitan.plan.cost import block_cost, rank_bytes, unit_shares
 from matrixtitan.plan.packing import CLEAR_MARGIN
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import ParamSpec, Plan
@@ -97,6 +97,32 @@ def test_bytes_are_all_accounted_for_and_near_balance(
     )
     mean = sum(held) / world_size
     assert max(held) <= (mean + largest) * CLEAR_MARGIN + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(_models(), WORLD_SIZES, st.sampled_from([1.0, 1.1, 1.5, 2.0, 4.0]))
+def test_an_egress_cap_is_kept_in_every_unit_or_refused(
+    specs: list[ParamSpec], world_size: int, cap: float
+) -> None:
+    try:
+        plan = make_plan(specs, world_size, PlanSettings(egress_cap=cap))
+    except ValueError as error:
+        # only where there are matrices, which cannot be cut
+        if f"egress_cap {cap} cannot be met" in str(error) and any(
+            spec.role == "matrix" for spec in specs
+        ):
+            return
+        raise
+    for unit, shares in unit_shares(plan, 1).items():
+        mine = [shard for shard in plan.shards if shard.unit == unit]
+        cut = [s for s in mine if s.role == "tail" and len(s.segments) > 1]
+        whole = [s for s in mine if s.role == "tail" and len(s.segments) == 1]
+        # a stack may be cut into a piece per rank
+        pieces = [-(-s.shape[0] // world_size) * s.row_numel for s in mine if len(s.shape) == 3]
+        pieces += [s.numel for s in mine if s.role == "matrix" and len(s.shape) == 2]
+        largest = max([*pieces, sum(shard.numel for shard in whole)], default=0)
+        row = max([shard.row_numel for shard in cut], default=1)
+        assert max(shares) < max(cap * sum(shares) / world_size, largest) + row
 
 
 @settings(max_examples=60, deadline=None)

@@ -101,7 +101,7 @@ def config_keys() -> set[str]:
 def unknown_keys(page: str) -> list[str]:
     """What a page calls a key of a config, on a command line or in text, and is none."""
     keys = config_keys()
-    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
+    sections = "|".join(sorted({re.escape(key.partition(".")[0]) for key in keys}))
     named = re.findall(rf"--((?:{sections})\.[\w.]+)", page)
     named += re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)?)(?: = [^`]*)?`", page)
     files = (".py", ".md", ".toml", ".json", ".jsonl", ".model", ".pt")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = [  # a module may import its own layer and earlier ones
+LAYERS = [
     {"matrixtitan.plan", "matrixtitan.options", "matrixtitan.extras", "models"},
     {"matrixtitan.rules"},
-    {  # data.sources: the config reads from there which types of sources there are
+    # data.sources: the config reads from there which types of sources there are
+    {
         "matrixtitan.config",
         "matrixtitan.data.sources",
         "matrixtitan.log",
@@ -45,19 +46,22 @@ LAYERS = [  # a module may import its own layer and earlier ones
     {"matrixtitan.tools"},
     {"matrixtitan.__main__"},
 ]
-EXTRA_RULES = {  # prefix -> the only project modules that it may import besides its own
+"""A module may import its own layer and earlier ones."""
+EXTRA_RULES = {
     "matrixtitan.plan": {"matrixtitan.plan"},
     "matrixtitan.rules": {"matrixtitan.rules", "matrixtitan.plan", "matrixtitan.options"},
     "matrixtitan.predict": {"matrixtitan.predict", "matrixtitan.plan", "matrixtitan.extras"},
     "matrixtitan.fsdp": {"matrixtitan.fsdp", "matrixtitan.plan"},
     "models": {"models"},
 }
+"""Prefix -> the only project modules that it may import."""
 AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
 """What of optim is for the trainer. The rest, the optimizers, can be lifted out."""
 PURE = [
     f"matrixtitan.{name}"
     for name in ("plan", "options", "rules", "predict", "config", "curves", "mistakes", "ranks")
-]  # must not import torch
+]
+"""These must not import torch."""
 
 
 def module_name(path: Path) -> str:

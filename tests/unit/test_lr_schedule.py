@@ -86,7 +86,7 @@ def test_total_steps_of_the_config_wins_over_the_trainings() -> None:
 @pytest.mark.parametrize(
     ("options", "total", "message"),
     [
-        ({}, 0, "total_steps is 0"),
+        ({"total_steps": 0}, 10, "total_steps is 0"),
         ({"warmup_steps": 11}, 10, "warmup_steps 11 exceeds the 10 steps"),
         ({"warmup_steps": 6, "decay_ratio": 0.5}, 10, "overlap"),
         ({"warmup_steps": 0, "decay_ratio": 1.5}, 10, "decay_ratio is 1.5"),

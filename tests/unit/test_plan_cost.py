@@ -25,7 +25,7 @@ from matrixtitan.plan.transport_registry import (
     transport_seconds,
 )
 from matrixtitan.predict.strategies import STRATEGY_VARIANTS, UnitSize, strategy_bytes, unit_sizes
-from matrixtitan.rules import RULES, ShampooRule, SOAPRule
+from matrixtitan.rules import RULES, MuonRule, ShampooRule, SOAPRule
 from tests.lib.shapes import LLAMA_8B, llama_specs
 
 MIB = 1 << 20
@@ -100,6 +100,15 @@ def test_blocks_are_matrices_of_their_own() -> None:
     assert block_cost(_spec((4, 16, 32), 1), soap).resident.optimizer_state == 4 * (
         2 * (16**2 + 32**2) + 2 * 16 * 32
     )
+
+
+def test_a_plan_assumes_the_price_of_muons_rule() -> None:
+    """`plan` imports no rule, so that it can be lifted out with `fsdp` alone."""
+    assumed, rule = CostSettings().rule, MuonRule()
+    assert (assumed.name, assumed.keeps_float32) == (rule.name, rule.keeps_float32)
+    for shape in ((64, 64), (64, 512), (512, 64)):
+        assert assumed.flops(*shape) == rule.flops(*shape)
+        assert assumed.state_bytes(*shape, 2) == rule.state_bytes(*shape, 2)
 
 
 def test_newton_schulz_flops() -> None:

@@ -64,6 +64,22 @@ def test_the_list_of_tools_imports_none(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.startswith("matrixtitan: no tool 'paln'; choose from convert_")
 
 
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    """As in `matrixtitan plan ... | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "matrixtitan", "--help"],
+        cwd=ROOT,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_the_console_entry_is_this_main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"matrixtitan": f"{main.__module__}:{main.__name__}"}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from matrixtitan.checkpoint.state import optimizer_tensors
 from matrixtitan.config import ConfigError, help_text, load_config, to_toml
+from matrixtitan.config.checks import problems_with_fsdp2
 from matrixtitan.optim.build import build_optimizers
 from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup
 from matrixtitan.options import key
@@ -20,7 +21,7 @@ from matrixtitan.parallelize import plan_settings
 from matrixtitan.plan.cost import block_cost
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
-from matrixtitan.rules import RULES, Rule, StateSpec
+from matrixtitan.rules import RULES, MuonRule, Rule, StateSpec
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ def test_the_config_has_its_table(tmp_path: Path) -> None:
     assert "--optimizer.toy.decay  (number, at least 0 and below 1, default 0.9)" in help_text()
     with pytest.raises(ConfigError, match=r"optimizer\.toy\.decay is 2\.0; it must be at least 0"):
         load(tmp_path, "[optimizer.toy]\ndecay = 2")
+
+
+def test_fsdp2_takes_it_only_if_it_is_a_muon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class OtherMuon(MuonRule):
+        name = "toy"
+
+    fsdp2 = '[parallelism]\nstrategy = "fsdp2"'
+    with pytest.raises(ConfigError, match=r"optimizer\.name toy needs whole matrices"):
+        load(tmp_path, fsdp2)
+    monkeypatch.setitem(RULES, "toy", OtherMuon)
+    config = load(tmp_path, fsdp2)
+    assert list(problems_with_fsdp2(config.optimizer)) == []
 
 
 def test_the_planner_prices_it(tmp_path: Path) -> None:
