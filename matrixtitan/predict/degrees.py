@@ -2,8 +2,9 @@
 
 Once ranks outnumber matrices, more shards do not shorten the optimizer step: the fullest rank holds
 one matrix as before, and the others hold none. Replicas of smaller shard groups (HSDP) are then an
-alternative, at the price of one all-reduce of owned gradients. Owns the candidates, the choice between them and the trainer's
-warning. All of it is a pure function of shapes, world size, settings and the machine's rates.
+alternative, at the price of one all-reduce of owned gradients. Owns the candidates, the choice
+between them and the trainer's warning. All of it is a pure function of shapes, world size, settings
+and the machine's rates.
 Next: `traffic.py` and `memory.py`, which price a candidate.
 """
 
