@@ -97,9 +97,9 @@ class World:
     def wait_for_all(self, work: str) -> None:
         """Return when every rank has called this; all ranks call it equally often.
 
-        For work that takes some ranks much longer than others. It has no time limit, where a
-        collective would end the run after its timeout. torchrun notices a rank that dies, and ends
-        the others. `work` says in the log what the missing ranks still do.
+        Use it after work that takes some ranks much longer than others. Unlike a collective, this
+        wait has no time limit. torchrun notices a rank that dies, and ends the others. `work` tells
+        the log what the missing ranks are doing.
 
         The store of the process group is private in PyTorch. A store of our own would need an
         address and a port that all ranks know, and only the launcher has these.

@@ -70,7 +70,7 @@ def tell_lost_peer(error: BaseException) -> None:
 
 
 def tell_interrupted() -> None:
-    """Print it, unless another rank of this machine did."""
+    """Print "interrupted", unless another rank of this machine has printed it."""
     if _mark(INTERRUPTED_MARK):
         print("interrupted", file=sys.stderr, flush=True)
 
@@ -85,7 +85,7 @@ def tell(message: str, final: bool) -> None:
 
 
 def told_by_another(wait: float = 0.0) -> bool:
-    """Whether a rank of this machine told a mistake in this attempt, or a final one before.
+    """Whether a rank here has reported a mistake in this attempt, or a final one earlier.
 
     Waits up to `wait` seconds for the mark.
     """

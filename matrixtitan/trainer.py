@@ -379,10 +379,10 @@ class Trainer:
 
 @contextmanager
 def _garbage_collection_when_told() -> Iterator[None]:
-    """Python collects garbage only where `gc.collect` is called, so that all ranks do at one time.
+    """Turn automatic garbage collection off, so that all ranks collect at the same step.
 
-    A rank that collects at a time of its own makes all others wait. What exists at the start is
-    frozen, so that collections look at the garbage of the steps alone.
+    A rank that collects alone makes all others wait. Objects that exist at the start are frozen, so
+    collections scan only objects that the steps create.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,9 @@
 """Pre-emption: a signal says that the job will be killed soon; all ranks save and end together.
 
-The handler only sets a flag. The training loop asks whether any rank was told: after each step,
-between the batches of a validation, and after a save. torchrun passes SIGTERM on to its workers
-(and SIGUSR1 if --signals-to-handle names it), then kills them after 30 s.
+The handler only sets a flag. The training loop asks whether any rank received a signal: after each
+step, between the batches of a validation, and after a save. torchrun passes SIGTERM on to its
+workers (and SIGUSR1 if --signals-to-handle names it), then kills them after 30 s. Without
+checkpoint.enable there is nothing to save, and the signals end the run at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Preemption:
         self.received = True
 
     def agreed(self, group: dist.ProcessGroup) -> bool:
-        """Whether any rank was told. Collective: one tiny all-reduce on a gloo group."""
+        """Whether any rank received a signal. Collective: one tiny all-reduce on a gloo group."""
         told = torch.tensor([int(self.received)], dtype=torch.int32)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         return bool(told.item())

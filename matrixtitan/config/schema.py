@@ -2,8 +2,8 @@
 
 A key's type, default, meaning and range stand here alone. The keys of an optimizer's rule stand in
 `matrixtitan/rules/`, and the types of data sources in `matrixtitan/data/sources.py`. Names follow
-torchtitan where it has the key. `problems` tells which values are wrong, without torch. The code
-that a section is for asks `require` too, so it needs no checks of its own. Next: `load.py`.
+torchtitan's if torchtitan has the key. `problems` lists the wrong values and needs no torch. Code
+that uses a section calls the section's `require`, and needs no checks of its own. Next: `load.py`.
 """
 
 from __future__ import annotations

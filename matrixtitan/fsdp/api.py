@@ -75,10 +75,11 @@ def fully_shard(
         must call this at the same point, each with its own mesh: NCCL then splits new groups off
         the group of all ranks.
     plan: who owns what, equal on all ranks. None makes one from the model's shapes.
-    plan_settings: of the plan that is made.
+    plan_settings: settings of the plan that is made if `plan` is None.
     tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output
-        head), for the plan that is made. Embeddings are recognised.
-    device: where weights live. None: where they are, or for a meta model the mesh's device.
+        head), for the plan that is made if `plan` is None. Embeddings are recognised.
+    device: the device of the weights. None: their present device, or the mesh's for a meta model.
+    mp_policy: dtypes of compute, of summed gradients and of outputs: see MixedPrecisionPolicy.
     reshard_after_forward: "default" frees every unit's weights after its forward, except those of
         the last unit and of the root unit; "always", or True as in FSDP2, those of every unit;
         "never", or False, none.
@@ -113,7 +114,8 @@ def fully_shard(
         check_plan(plan, assignment, groups.shard_ranks)
         check_units(assignment)
     except Exception:
-        # The other ranks wait in the comparison. This rank's own error says more than its outcome.
+        # The other ranks wait in the comparison, so this rank joins it. The comparison's error is
+        # dropped, since this rank's own error says more.
         with suppress(RuntimeError):
             compare_plans(None, groups, device)
         raise

@@ -15,9 +15,9 @@ instead would break tied weights and repeated forwards.
 
 [Note: a call lives as long as its graph]
 Only the autograd graph holds a Call. A forward whose output is dropped without a backward takes its
-Call with it, so a forgotten forward cannot delay a later reduction. Where the output is kept, the
-reduction comes late, in the final callback: a backward leaves nothing unreduced behind. A graph
-that is kept may run backward again, and its calls open again.
+Call with it, so a forgotten forward cannot delay a later reduction. If the output is kept, the
+unit's gradients are reduced in the final callback, so no backward leaves gradients unreduced. If
+the graph is retained, backward may run again, and reopens the graph's calls.
 
 [Note: one order on all ranks]
 Collectives match by order. Units are gathered on demand in the order of forward, which must be the
@@ -174,8 +174,8 @@ class Schedule:
     ) -> tuple[Any, Any] | None:
         unit = state.unit
         if state.in_backward:
-            # A checkpoint outside the unit recomputes it. That needs the weights. The call whose
-            # backward runs is open already.
+            # Activation checkpointing around the unit recomputes its forward, which needs the
+            # weights. No new Call is made: the one from the first forward is still open.
             unit.finish_unshard()
             return None
         if self._in_backward and torch.is_grad_enabled():
@@ -314,7 +314,7 @@ class Schedule:
             return
         most = self.max_reductions
         if len(self._reductions) > most and self._reductions[-most - 1].accumulates:
-            # its sums would lie beside the `.grad` that they are added to until backward ends
+            # adding its sums to `.grad` now frees them; otherwise they live until backward ends
             self._reductions.pop(-most - 1).finish()
         if len(self._reductions) >= most:
             # the next reduction begins below; with it at most `most` hold full gradients

@@ -17,7 +17,7 @@ from matrixtitan.plan.shard import MatrixShard
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where a parameter hangs: `getattr(module, name)`. A tied parameter has several."""
+    """A module attribute that holds a parameter. A tied parameter has several."""
 
     module: nn.Module
     name: str

@@ -15,9 +15,9 @@ bitwise identical.
 [Note: where the next operation begins]
 A rank that owns little of a unit must receive most of it. So in each unit one link carries more
 than the others, and it is another link in another unit. A rank may begin the next operation, if it
-has been issued, when it has issued all sends of the last one and posted all its receives; both must
-keep their order on a link. Chunks that this rank does not forward may still arrive then. So links
-wait for each other mostly where their sums over several units differ. Two limits remain. A
+has been issued, when it has issued all sends and posted all receives of the last operation: sends
+and receives must keep their order on a link. Chunks that this rank does not forward may still
+arrive then. So a link is idle mainly if other links carry more bytes over several units. A
 reduction posts only 2 MB of receives ahead, to save memory, so the next operation cannot begin
 before the last of this one's receives are posted. And the thread looks for the next operation only
 between two chunks.

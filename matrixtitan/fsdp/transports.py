@@ -4,8 +4,9 @@ Owns the interface `Transport`, and the messages of `Grouped` and `Star`. A tran
 of OwnedTensors in one direction: `unshard` sends each from its owner to all ranks of the group,
 `reduce` sums each over all ranks onto its owner. On the other ranks the contents are undefined
 after a reduction. The list has the same order on every rank. Ranks are group ranks throughout.
-This module never decides what travels or when. Names, prices and the rule of "auto" are in
-`plan/transport_registry.py`. Next: `ring.py`, the third transport, and `streams.py`.
+This module never decides what travels or when: `unit.py` (`Unit.start_reduce`) and `hooks.py` do.
+Names, prices and the rule of "auto" are in `plan/transport_registry.py`. Next: `ring.py`, the third
+transport, and `streams.py`.
 
 [Note: gloo sends into posted receives]
 Gloo starts to send a message only when the receiver has posted the receive and its notice has
@@ -14,8 +15,8 @@ needs a buffer. And a rank posts its receives before its sends: the notice would
 bytes that it sends to the same peer.
 
 [Note: NCCL's messages go in one launch]
-NCCL's sends and receives are kernels that wait for the peer's. Issued one by one, they would wait
-for each other in a circle. So on NCCL all messages of an operation go in one launch
+NCCL's sends and receives are kernels that wait for the matching kernel of the peer. Issued one by
+one, they could deadlock. So on NCCL all messages of an operation go in one launch
 (`batch_isend_irecv`, or one coalesced group of collectives), and nothing is posted ahead.
 """
 

@@ -338,7 +338,7 @@ class Reduction:
 
     @property
     def accumulates(self) -> bool:
-        """Whether its sums will be added to gradients that are there already."""
+        """Whether a parameter already has a gradient, to which `finish` will add the sum."""
         return any(param.sharded.grad is not None for param, _ in self._mine)
 
     def wait_for_owners(self) -> None:

@@ -1,7 +1,9 @@
 """The learning rate of every step: a pure function of the step, applied to each group's own peak.
 
 Warmup-stable-decay; plain cosine and linear decay are the cases without a stable part. It keeps no
-state of its own, so a resumed run needs only the step. Next: `grad_norm.py`.
+state of its own, so a resumed run needs only the step. To add a shape of decay, add a case to
+`_decayed` and its name to `LRSchedulerConfig.decay_type` in `config/schema.py`. Next:
+`grad_norm.py`.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ POLAR_EXPRESS_SAFETY = 1.01
 """Stretches each polynomial but the last, so that a value rounded above 1 stays in its range."""
 
 SAFE_NORMS = (2.0**-33, 2.0**50)
-"""Between them a float32 norm is right: no square overflows, and the squares that underflow are too
-small to count."""
+"""The range in which a norm computed in float32 is accurate: no square overflows, and the squares
+that underflow are negligible."""
 
 EXPONENT_BITS = 0x7F800000
-"""Of a float32. Alone they are the largest power of two that does not exceed a positive number."""
+"""Mask of a float32's exponent: keeps the largest power of two that does not exceed the number."""
 
 SMALLEST_SCALED_NORM = 2.0**-24
 """Below the norm of every scaled matrix but zero, also where all elements were subnormal."""

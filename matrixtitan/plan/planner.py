@@ -8,8 +8,8 @@ Next: `packing.py`, which balances the ranks, and `dealing.py`, which names the 
 [Note: matrices first, then tails]
 A matrix cannot be cut, so whole matrices leave the ranks uneven. The tail (AdamW's parameters) can
 be cut at any row, so it fills up what is missing. Small tail tensors are not worth a cut and stay
-whole. So `make_plan` places matrices, then small tails, and then pours the large tails (embedding,
-output head) over the ranks like water, up to one level.
+whole. So `make_plan` places matrices, then small tails. Last it cuts the large tails (embedding,
+output head) so that all ranks below one level are filled up to it (water-filling).
 """
 
 from __future__ import annotations

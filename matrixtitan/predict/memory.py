@@ -27,13 +27,13 @@ class Precision:
     """The dtypes of a job, by name, and the bytes of an element of each."""
 
     stored: str = "float32"
-    """Of parameters, gradients and optimizer state on their owner."""
+    """Dtype of parameters, gradients and optimizer state on their owner."""
     compute: str = "bfloat16"
-    """Of gathered weights."""
+    """Dtype of gathered weights."""
     reduce: str = "float32"
-    """Of gradients in reduction."""
+    """Dtype of gradients in reduction."""
     update: str = "bfloat16"
-    """Of the updates that FSDP2's matrix exchanges send."""
+    """Dtype of the updates that FSDP2's matrix exchanges send."""
 
     @staticmethod
     def bytes_of(dtype: str) -> int:

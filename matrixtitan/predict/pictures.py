@@ -49,14 +49,14 @@ class Row(NamedTuple):
     """One rank, or a run of neighbouring ranks."""
 
     ranks: tuple[int, int]
-    """The first and the last."""
+    """The first and the last rank of the row."""
     pieces: list[Held]
     fullest_bytes: int
-    """Of the fullest of its ranks."""
+    """Resident bytes of the row's fullest rank."""
     flops: float
-    """Of the optimizer in one step. The mean over its ranks."""
+    """Optimizer FLOPs in one step: the mean over the row's ranks."""
     most_flops: int
-    """Of the rank that has most."""
+    """Optimizer FLOPs in one step of the row's busiest rank."""
 
 
 def plan_rows(plan: Plan, settings: CostSettings, most: int = MOST_ROWS) -> list[Row]:

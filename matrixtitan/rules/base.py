@@ -1,7 +1,7 @@
 """What an optimizer's rule declares: options, state, price, and the class that carries it out.
 
 The config reads the options, the planner the price and the bytes of the state, the checkpoints
-which state follows a parameter's rows. Imports no torch. Next: `muon.py`, the shortest one.
+which state follows a parameter's rows. Imports no torch. Next: `muon.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Rule(Options):
 
     @abstractmethod
     def flops(self, rows: int, cols: int) -> int:
-        """Of one step on one matrix (R, C); work that is done now and then is spread over steps."""
+        """FLOPs of a step on one matrix (R, C). Work done every n steps counts as 1/n a step."""
 
     def head_patterns(self) -> tuple[str, ...]:
         """Names of the projections whose heads it steps as matrices of their own."""

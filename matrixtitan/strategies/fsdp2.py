@@ -24,6 +24,7 @@ from matrixtitan.fsdp.api import ReshardAfterForward, make_transports
 from matrixtitan.fsdp.transports import Transport
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.optim.matrix_optimizer import MatrixOptimizer
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
@@ -182,7 +183,14 @@ class FSDP2(DataParallel):
     def build_optimizers(self, config: OptimizerConfig) -> Optimizers:
         for problem in problems_with_fsdp2(config):
             raise ValueError(problem)
-        return super().build_optimizers(config)
+        optimizers = super().build_optimizers(config)
+        for optimizer in optimizers.optimizers:
+            if isinstance(optimizer, MatrixOptimizer) and not isinstance(optimizer, Muon):
+                raise ValueError(
+                    f"{type(optimizer).__name__} is no Muon: it would step rows of matrices under "
+                    "parallelism.strategy fsdp2; use matrix_fsdp"
+                )
+        return optimizers
 
     def step(self, optimizers: Optimizers) -> None:
         for optimizer in optimizers.optimizers:

@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter for FSDP2 on gloo, by MatrixFSDP's own transports.
 
 gloo's reduce-scatter is an all-reduce, which sends everything twice. These two send (N - 1) / N of
-the bytes. So a comparison on gloo is not one of collectives: what is left between the two runtimes
-is what they move and when. FSDP2 gets them by its public `set_custom_all_gather` and
+the bytes. So on gloo the two runtimes have equally good collectives, and differ only in what they
+send and when. FSDP2 gets these collectives by its public `set_custom_all_gather` and
 `set_custom_reduce_scatter`, and decides when they run. Next: `fsdp2.py`.
 """
 

@@ -260,7 +260,7 @@ class AllToAll(MuonExchange):
         ]
 
     def _gather(self, updates: Sequence[ShardedUpdate], bucket: Bucket) -> _Transfer:
-        """Send every owner this rank's rows of its matrices; receive all ranks' rows of ours."""
+        """Send owners this rank's rows of their matrices; receive all rows of this rank's own."""
         sent = [[updates[index].local() for index in owned] for owned in bucket]
         received = [
             sum(self._numel_on(updates[index], peer) for index in bucket[self.rank])
@@ -271,7 +271,7 @@ class AllToAll(MuonExchange):
     def _scatter(
         self, updates: Sequence[ShardedUpdate], bucket: Bucket, results: Sequence[Tensor]
     ) -> _Transfer:
-        """Send every rank its rows of this rank's results; receive this rank's rows of theirs."""
+        """Send each rank its rows of this rank's results; receive this rank's rows in return."""
         sent = []
         for peer in range(self.world_size):
             bounds = [shard_bounds(result.size(0), self.world_size, peer) for result in results]

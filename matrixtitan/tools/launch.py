@@ -2,10 +2,10 @@
 
     usage: matrixtitan launch TORCHRUN_OPTIONS... train.py [--config NAME] [--section.key value ...]
 
-First checks the config as far as that needs neither torch nor a rank. If only ranks can see a
-user's mistake, one of them tells it (`matrixtitan/mistakes.py`), and torchrun's report is left out.
-It is also left out if a signal ended the launcher or a rank: one line then says which signal, and
-the exit status is as shells expect it. Any other failure is reported as torchrun does.
+First runs the checks of the config that need neither torch nor a rank. If only ranks can detect a
+user's mistake, one rank reports it (`matrixtitan/mistakes.py`), and torchrun's report is omitted.
+The report is also omitted if a signal ended the launcher or a rank: one line then names the signal,
+and the exit status is 128 + its number for the launcher. torchrun reports any other failure.
 """
 
 from __future__ import annotations
