@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.tensorboard import SummaryWriter
 
 from figures import COMMITTED, FIGURES, Label, main, read_labels, spans
 
@@ -31,20 +30,6 @@ def test_the_same_data_gives_the_same_file(tmp_path: Path) -> None:
         assert main(["traffic", "--output", str(tmp_path / folder)]) == 0
     first, second = ((tmp_path / folder / "traffic.svg").read_bytes() for folder in ("a", "b"))
     assert first == second
-
-
-def test_tensorboard_is_read_from_the_event_file(tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path / "run" / "tb")) as writer:
-        for step in (1, 2):
-            writer.add_scalar("loss/train", 8 - step, step)
-            writer.add_scalar("lr/tail", 0.25, step)
-            writer.add_scalar("not/shown", 1, step)
-    out = tmp_path / "out"
-    assert main(["tensorboard", "--run", str(tmp_path / "run"), "--output", str(out)]) == 0
-    assert json.loads((out / "tensorboard.json").read_text()) == {
-        "scalars": {"loss/train": [[1, 7.0], [2, 6.0]], "lr/tail": [[1, 0.25], [2, 0.25]]}
-    }
-    assert (out / "tensorboard.png").stat().st_size > 10_000
 
 
 def test_a_trace_becomes_bars(tmp_path: Path) -> None:
@@ -85,10 +70,9 @@ def test_a_trace_becomes_bars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tensorboard"], "holds no TensorBoard event file"),
         (["timeline"], "holds no trace step_*/rank_0.json: train with --profiling"),
-        (["owners"], "--run belongs to one of the figures timeline, tensorboard"),
-        ([], "--run belongs to one of the figures timeline, tensorboard"),
+        (["owners"], "--run belongs to one of the figures timeline"),
+        ([], "--run belongs to one of the figures timeline"),
     ],
 )
 def test_a_wrong_run_ends_with_one_line(

@@ -3,11 +3,10 @@
 
     python tools/lab/figures.py                              # all of them
     python tools/lab/figures.py timeline --run FOLDER        # from a new trace
-    python tools/lab/figures.py tensorboard --run FOLDER     # from a new event file
 
-`owners` and `traffic` are computed by the planner and by matrixtitan/predict/. `timeline` and
-`tensorboard` show a recorded run. Without --run they are drawn again from the committed JSON file.
-FOLDER is the `job.dump_folder` of a run. `timeline` needs a run with profiling, such as:
+`owners` and `traffic` are computed by the planner and by matrixtitan/predict/. `timeline` shows a
+recorded run. Without --run it is drawn again from the committed JSON file. FOLDER is the
+`job.dump_folder` of a run with profiling, such as:
 
     NPROC=2 ./run_train.sh --profiling.enable_profiling true --profiling.profile_freq 8 \\
         --training.steps 8 --validation.enable false --job.dump_folder FOLDER
@@ -342,62 +341,6 @@ def _mark_phases(axes: Axes, labels: Sequence[Label]) -> None:
         )
 
 
-# ---------------------------------------------------------------- tensorboard
-
-
-PANELS: dict[str, tuple[str, ...]] = {
-    "loss": ("loss/train", "loss/validation"),
-    "gradient norm": ("grad_norm",),
-    "learning rate": ("lr/matrix", "lr/tail"),
-    "tokens per second": ("throughput/tokens_per_second",),
-    "ms per step": ("time/data_ms", "time/forward_backward_ms", "time/optimizer_ms"),
-    "memory in GiB": ("memory/max_rss_gib", "memory/max_active_gib", "memory/max_reserved_gib"),
-}
-
-
-def read_tensorboard(run: Path) -> dict[str, Any]:
-    """The scalars of a run's event files by tag, as [step, value]."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    files = sorted(run.rglob("events.out.tfevents.*"))
-    if not files:
-        raise ValueError(f"{run} holds no TensorBoard event file")
-    events = EventAccumulator(str(files[-1].parent), size_guidance={"scalars": 0})
-    events.Reload()
-    wanted = [tag for tags in PANELS.values() for tag in tags if tag in events.Tags()["scalars"]]
-    if not wanted:
-        raise ValueError(f"{files[-1].parent} has none of the scalars {list(PANELS.values())}")
-    return {
-        "scalars": {
-            tag: [[event.step, float(f"{event.value:.6g}")] for event in events.Scalars(tag)]
-            for tag in wanted
-        }
-    }
-
-
-def tensorboard_picture(data: dict[str, Any]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
-    panels = figure.subplots(2, 3)
-    for axes, (title, tags) in zip(panels.flat, PANELS.items(), strict=True):
-        shown = [tag for tag in tags if tag in data["scalars"]]
-        for tag, colour in zip(shown, (BLUE, ORANGE, GREEN), strict=False):
-            steps, values = zip(*data["scalars"][tag], strict=True)
-            axes.plot(steps, values, color=colour, label=tag, marker="o" if len(steps) < 8 else "")
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        if not shown:
-            continue
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.19), "ncols": len(shown)}
-        axes.legend(fontsize=7, frameon=False, columnspacing=1.0, **place)
-    panels.flat[4].set_yscale("log")
-    panels.flat[5].set_ylim(0, 1.1 * panels.flat[5].get_ylim()[1])
-    figure.suptitle("Scalars of the debug run, drawn from its TensorBoard event file")
-    return figure
-
-
 # ---------------------------------------------------------------- the table of figures
 
 
@@ -418,7 +361,6 @@ FIGURES = {
     "owners": FigureKind("svg", owners_picture, compute=owners_data),
     "traffic": FigureKind("svg", traffic_picture, compute=traffic_data),
     "timeline": FigureKind("svg", timeline_picture, read=read_timeline),
-    "tensorboard": FigureKind("png", tensorboard_picture, read=read_tensorboard),
 }
 
 
