@@ -110,6 +110,7 @@ def _rates(run: Run, step: int) -> _Rates:
     known = {field.name for field in dataclasses.fields(LRSchedulerConfig)}
     given = {key: value for key, value in run["lr_scheduler"].items() if key in known}
     schedule = LRSchedulerConfig(**given)
+    schedule.require("lr_scheduler.")
     steps = schedule_steps(schedule, run["training"]["steps"])
     factor = lr_factor(schedule, steps, step)
     optimizer = run["optimizer"]

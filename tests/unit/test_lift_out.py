@@ -22,6 +22,18 @@ def test_nothing_else_of_the_package_is_here():
 """
 
 
+CONFTEST = """
+import sys
+
+# the finder of an editable install would add what was left out
+sys.meta_path[:] = [
+    finder
+    for finder in sys.meta_path
+    if not getattr(finder, "__module__", "").startswith("__editable__")
+]
+"""
+
+
 class Lift(NamedTuple):
     """Files to copy, and the tests to run on the copy."""
 
@@ -82,6 +94,7 @@ def copy(lift: Lift, target: Path) -> None:
         (target / package).mkdir(exist_ok=True)
         (target / package / "__init__.py").touch()
     (target / "alone.py").write_text(ALONE.format(package=lift.package, absent=lift.absent))
+    (target / "conftest.py").write_text(CONFTEST)
     (target / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
 
 

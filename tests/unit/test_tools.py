@@ -95,11 +95,23 @@ def test_a_tool_started_by_its_path_is_that_of_its_clone(tmp_path: Path) -> None
         assert run(plan, "--help", **place).returncode == 0  # type: ignore[arg-type]
 
 
+WITHOUT_INSTALL = f"""
+import sys
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path
+    if not getattr(finder, "__module__", "").startswith("__editable__")
+]
+sys.path.insert(0, {str(ROOT / "tools/lab")!r})
+import bench_muon
+"""
+"""Starts a lab script where this clone is not installed, whether the environment has it or not."""
+
+
 @pytest.mark.parametrize("path", ["", "other"])
 def test_a_lab_script_measures_its_own_clone_only(path: str, tmp_path: Path) -> None:
     if path:
         (tmp_path / "matrixtitan.py").touch()
-    done = run(str(ROOT / "tools/lab/bench_muon.py"), PYTHONPATH=str(tmp_path))
+    done = run("-c", WITHOUT_INSTALL, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith(
         f"error: this environment has the matrixtitan of {tmp_path}"
