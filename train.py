@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
+import multiprocessing
+import os
 import signal
 import sys
+from typing import NoReturn
 
 from matrixtitan.config import Config, ConfigError, load_config
 from matrixtitan.config.errors import report
@@ -69,9 +70,6 @@ def run() -> int:
         error.__traceback__ = error.__cause__ = None
         error.__suppress_context__ = True
         handler.record_exception(error)  # the message alone
-        # As after a run without an error (`World.__exit__`): no communication was under way, so no
-        # thread of the process group waits for a peer.
-        atexit.register(gc.collect)
         return 2 if final else 1
     return 0
 
@@ -92,5 +90,20 @@ def is_foreseen(error: Exception) -> bool:
     return isinstance(error, (CheckpointError, NonFiniteError))
 
 
+def leave(status: int) -> NoReturn:
+    """End at once, without the interpreter's orderly exit.
+
+    After a mistake or Ctrl-C a thread of the process group may still wait for a peer. C++ aborts a
+    process that exits in order while such a thread runs, and prints its stack after our message.
+    """
+    for loader in multiprocessing.active_children():
+        loader.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status != 0:
+        leave(status)
