@@ -9,15 +9,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from matrixtitan.config import Config
 from matrixtitan.mesh import World
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.parallelize import dtype_of, parallelize
+from matrixtitan.parallelize import dtype_of, meta_model, parallelize
 from matrixtitan.strategies.base import DataParallel
-from models import build_model
 from models.base import LanguageModel
 
 
@@ -31,14 +29,8 @@ class Assembled(NamedTuple):
 
 def assemble(config: Config, vocab_size: int, world: World) -> Assembled:
     """Collective. Builds the model with the initial weights that follow from `debug.seed`."""
-    with torch.device("meta"):  # shapes only: each rank then allocates no more than its own part
-        model = build_model(
-            config.model.name,
-            config.model.flavor,
-            vocab_size=vocab_size,
-            max_seq_len=config.training.seq_len,
-            tie_embeddings=config.model.tie_embeddings,
-        ).to(dtype_of(config.training.dtype))
+    # on the meta device, so that each rank then allocates no more than its own part
+    model = meta_model(config, vocab_size).to(dtype_of(config.training.dtype))
 
     def init_rows(fqn: str, full_shape: tuple[int, ...], start: int, out: Tensor) -> None:
         model.init_rows(fqn, full_shape, start, out, config.debug.seed)

@@ -32,9 +32,22 @@ from matrixtitan.strategies.dry_run import DryRun
 from matrixtitan.strategies.fsdp2 import FSDP2
 from matrixtitan.strategies.matrix_fsdp import MatrixFSDPStrategy
 from matrixtitan.strategies.zero1_owner import Zero1Owner
+from models import build_model
 from models.base import LanguageModel
 
 logger = get_logger()
+
+
+def meta_model(config: Config, vocab_size: int) -> LanguageModel:
+    """The config's model on the meta device: shapes only, nothing is allocated."""
+    with torch.device("meta"):
+        return build_model(
+            config.model.name,
+            config.model.flavor,
+            vocab_size=vocab_size,
+            max_seq_len=config.training.seq_len,
+            tie_embeddings=config.model.tie_embeddings,
+        )
 
 
 def parallelize(

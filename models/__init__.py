@@ -9,7 +9,7 @@ because the config reads FAMILIES in processes without torch. Next: `base.py`.
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -29,17 +29,13 @@ def family(name: str) -> type[LanguageModel]:
         raise ValueError(f"model.name {name!r} is unknown{_suggest(name, FAMILIES)}")
     from models.base import LanguageModel
 
-    module, _, attribute = FAMILIES[name].partition(":")
+    entry = FAMILIES[name]
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = pkgutil.resolve_name(entry)
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"model family {name!r}: {module}:{attribute} cannot be imported: {error}"
-        ) from error
+        raise RuntimeError(f"model family {name!r}: {entry} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, LanguageModel)):
-        raise RuntimeError(
-            f"model family {name!r}: {module}:{attribute} is no models.base.LanguageModel"
-        )
+        raise RuntimeError(f"model family {name!r}: {entry} is no models.base.LanguageModel")
     return found
 
 

@@ -22,9 +22,9 @@ one, they could deadlock. So on NCCL all messages of an operation go in one laun
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import pkgutil
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -329,17 +329,16 @@ def runtime_class(name: str) -> type[Transport]:
 
     Raises RuntimeError where the registry's entry names no such class.
     """
-    module, _, attribute = transport_spec(name).runtime.partition(":")
+    runtime = transport_spec(name).runtime
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = pkgutil.resolve_name(runtime)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"transport {name!r}: its runtime {module}:{attribute} cannot be imported: {error}"
+            f"transport {name!r}: its runtime {runtime} cannot be imported: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise RuntimeError(
-            f"transport {name!r}: its runtime {module}:{attribute} is no "
-            f"{Transport.__module__}.Transport"
+            f"transport {name!r}: its runtime {runtime} is no {Transport.__module__}.Transport"
         )
     return found
 

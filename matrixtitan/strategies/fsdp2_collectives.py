@@ -34,14 +34,18 @@ class TransportWork(dist.Work):
         return True
 
 
-class TransportAllGather:
-    """FSDP2's all-gather; always asynchronous, so that prefetched unshards overlap."""
+class _OnTransport:
+    """What FSDP2 asks of either collective besides the call itself."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TransportAllGather(_OnTransport):
+    """FSDP2's all-gather; always asynchronous, so that prefetched unshards overlap."""
 
     def __call__(
         self,
@@ -62,14 +66,8 @@ class TransportAllGather:
         return TransportWork(self._transport.unshard(shards), shards)
 
 
-class TransportReduceScatter:
+class TransportReduceScatter(_OnTransport):
     """FSDP2's reduce-scatter; it adds in a fixed order, so two runs are bitwise identical."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli
-import torch
 from torch import nn
 
 from matrixtitan.config import (
@@ -35,7 +34,7 @@ from matrixtitan.config import (
 )
 from matrixtitan.data.tokenizer import load_tokenizer
 from matrixtitan.extras import need
-from matrixtitan.parallelize import model_specs, plan_settings
+from matrixtitan.parallelize import meta_model, model_specs, plan_settings
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.plan.transport_registry import ALL_GATHER
@@ -45,7 +44,7 @@ from matrixtitan.predict.pictures import save_plan_picture
 from matrixtitan.predict.report import predictions
 from matrixtitan.predict.traffic import Job, Machine
 from matrixtitan.tools import make_parser
-from models import build_model, family
+from models import family
 from models.base import LanguageModel
 
 LARGEST = 10**9
@@ -83,14 +82,7 @@ def plan_report(options: argparse.Namespace, overrides: Sequence[str] = ()) -> d
     embedded = shlex.split(EMBEDDED_OVERRIDES)
     config = load_config(["--config", options.config, *embedded, *overrides])
     vocabulary = _vocabulary(options, config, overrides)
-    with torch.device("meta"):
-        model = build_model(
-            config.model.name,
-            config.model.flavor,
-            vocab_size=vocabulary.size,
-            max_seq_len=config.training.seq_len,
-            tie_embeddings=config.model.tie_embeddings,
-        )
+    model = meta_model(config, vocabulary.size)
     parallelism, training = config.parallelism, config.training
     job = Job(
         world_size=options.world_size,

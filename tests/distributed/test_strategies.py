@@ -17,7 +17,7 @@ from matrixtitan.fsdp.api import make_transport
 from matrixtitan.parallelize import model_specs
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.predict.strategies import StrategyVariant, strategy_bytes, unit_sizes
-from matrixtitan.rules import AdamWRule, MuonRule, Rule
+from matrixtitan.rules import RULES, AdamWRule, MuonRule, Rule, SOAPRule
 from matrixtitan.strategies.fsdp2_collectives import TransportAllGather, TransportReduceScatter
 from matrixtitan.strategies.matrix_exchange import shard_bounds
 from matrixtitan.strategies.zero1_owner import Zero1Owner, owners_of
@@ -281,10 +281,27 @@ def soap_on_row_shards() -> str:
     return message(lambda: Run(soap))
 
 
+@dataclasses.dataclass(frozen=True)
+class SteppedBySOAP(MuonRule):
+    """A rule that passes for Muon's, and whose optimizer is none."""
+
+    optimizer = SOAPRule.optimizer
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
+
+
+def another_optimizer_on_row_shards() -> str:
+    RULES["muon"] = SteppedBySOAP
+    return message(lambda: Run(make_config("fsdp2_all_to_all")))
+
+
 def test_what_fsdp2_cannot_do_is_named() -> None:
     message = run_distributed(soap_on_row_shards, 2)[0]
     assert "optimizer.name soap needs whole matrices" in message
     assert "parallelism.strategy" in message
+    message = run_distributed(another_optimizer_on_row_shards, 2)[0]
+    assert message.startswith("SOAP is no Muon: it would step rows of matrices")
 
 
 def exchanges_by(transport: str) -> None:

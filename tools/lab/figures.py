@@ -29,12 +29,11 @@ import torch
 import checkout  # noqa: F401
 from matrixtitan.config import EMBEDDED_OVERRIDES, Config, load_config
 from matrixtitan.extras import need
-from matrixtitan.parallelize import dtype_of, model_specs, plan_settings
+from matrixtitan.parallelize import dtype_of, meta_model, model_specs, plan_settings
 from matrixtitan.plan.planner import make_plan
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.predict.pictures import plan_picture, plan_rows
 from matrixtitan.predict.strategies import STRATEGY_VARIANTS, strategy_bytes, unit_sizes
-from models import build_model
 from models.base import LanguageModel
 
 if TYPE_CHECKING:
@@ -120,14 +119,7 @@ def owners_picture(data: dict[str, Any]) -> Figure:
 def _model(name: str, vocab_size: int) -> tuple[Config, LanguageModel, list[ParamSpec]]:
     """A config's model on the meta device; its tokenizer and data need not be here."""
     config = load_config(["--config", name, *shlex.split(EMBEDDED_OVERRIDES)])
-    with torch.device("meta"):
-        model = build_model(
-            config.model.name,
-            config.model.flavor,
-            vocab_size=vocab_size,
-            max_seq_len=config.training.seq_len,
-            tie_embeddings=config.model.tie_embeddings,
-        )
+    model = meta_model(config, vocab_size)
     return config, model, model_specs(model, config)
 
 

@@ -19,7 +19,6 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "tensorboard.png"
@@ -39,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="dump folder of a run")
     parser.add_argument("--output", type=Path, default=PICTURE, help="the picture to write")
     options = parser.parse_args(argv)
-    if find_spec("PyQt6.QtWebEngineWidgets" if find_spec("PyQt6") else "PyQt6") is None:
-        print("screenshot: install a browser: pip install PyQt6-WebEngine", file=sys.stderr)
+    try:
+        import PyQt6.QtWebEngineWidgets  # noqa: F401
+    except ImportError as error:
+        print(f"screenshot: {error}: pip install PyQt6-WebEngine", file=sys.stderr)
         return 2
     events = sorted(options.run.rglob("events.out.tfevents.*"))
     if not events:
