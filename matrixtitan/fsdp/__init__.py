@@ -5,6 +5,7 @@ The package imports torch and `matrixtitan.plan` only, so that it can be lifted 
 | to find | read |
 |---|---|
 | the public function and its arguments | `api.py` |
+| the handle that it returns | `handle.py` |
 | when a unit is gathered, freed and reduced | `hooks.py` |
 | what a gather and a reduction do; where a gradient is summed onto its owner | `unit.py` |
 | the two nn.Parameter objects of a parameter, and its gradient | `param.py` |
@@ -16,7 +17,8 @@ To add a transport: write a subclass of `Transport` (`transports.py`), and regis
 and class in `matrixtitan/plan/transport_registry.py`.
 """
 
-from matrixtitan.fsdp.api import MatrixFSDP, fully_shard
+from matrixtitan.fsdp.api import fully_shard
+from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.unit import InitRows
 

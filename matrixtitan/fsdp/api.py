@@ -1,9 +1,9 @@
-"""`fully_shard`: make any nn.Module data-parallel, each matrix whole on one rank; and its handle.
+"""`fully_shard`: make any nn.Module data-parallel, each matrix whole on one rank.
 
 Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
 moves nothing: each step is a file of its own. Next, in the order of the steps: `groups.py`,
-`assignment.py` and `agreement.py`. Then `hooks.py` (when things happen) and `unit.py` (what
-happens).
+`assignment.py` and `agreement.py`. Then `hooks.py` (when things happen), `unit.py` (what happens)
+and `handle.py` (what the caller gets).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from matrixtitan.fsdp.groups import (
     mesh_or_default,
     new_group_like,
 )
+from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
-from matrixtitan.fsdp.unit import Communication, InitRows, Unit
-from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.fsdp.unit import Communication, Unit
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
 from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, transport_spec
@@ -139,78 +139,6 @@ def fully_shard(
         mp_policy=mp_policy,
     )
     return MatrixFSDP(model, plan, built, schedule, communication, groups.shard)
-
-
-class MatrixFSDP:
-    """The handle of a sharded model, which is called as before.
-
-    Between steps `model.parameters()` are this rank's rows.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        units: list[Unit],
-        schedule: Schedule,
-        communication: Communication,
-        shard_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self.units = units
-        self.rank = communication.rank
-        self.shard_group = shard_group
-        """Ranks that share one copy of the weights; None for a single process."""
-        self._schedule = schedule
-        self._communication = communication
-
-    def materialize(self, init_rows: InitRows | None = None) -> None:
-        """Allocate this rank's weights; `init_rows(fqn, full_shape, start, out)` fills them.
-
-        Needed once after sharding a model that was built on the meta device, before optimizers are
-        made. None leaves zeros, for a checkpoint to be loaded into.
-        """
-        for unit in self.units:
-            unit.materialize(init_rows)
-
-    def set_reduce_gradients(self, reduce: bool) -> None:
-        """Choose whether the next backwards reduce their gradients; they do unless told otherwise.
-
-        False: they accumulate full gradients on every rank, in reduce dtype. The first backward
-        after True reduces the sum.
-        """
-        self._schedule.reduce_gradients = reduce
-
-    def reshard(self) -> None:
-        """Free the weights of every gathered unit now."""
-        self._schedule.reshard()
-
-    def local_parameters(self) -> list[LocalParam]:
-        """The rows that this rank owns, in model order."""
-        params = {param.fqn: param for unit in self.units for param in unit.params}
-        return [
-            LocalParam(
-                fqn=shard.fqn,
-                tensor=params[shard.fqn].sharded,
-                full_shape=shard.shape,
-                role=shard.role,
-                block_rows=shard.block_rows,
-                start=segment.start,
-                trainable=shard.trainable,
-            )
-            for shard in self.plan.shards
-            if (segment := shard.segment(self.rank)) is not None
-        ]
-
-    def close(self) -> None:
-        """Stop the transports' threads.
-
-        Where an error or Ctrl-C broke a step off, this does not wait for the messages in flight.
-        """
-        for transport in (self._communication.unshard, self._communication.reduce):
-            if transport is not None:
-                transport.close()
 
 
 # --- the steps of fully_shard ------------------------------------------------------------------

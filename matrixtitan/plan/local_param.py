@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.plan.shard import Role
 
 if TYPE_CHECKING:
@@ -31,3 +32,4 @@ class LocalParam:
     block_rows: int
     start: int = 0
     trainable: bool = True
+    form: MatrixForm = MatrixForm()
