@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from matrixtitan.extras import CheckoutNeeded
+
 TOOLS = Path(__file__).parent / "tools"
 
 
@@ -45,7 +47,11 @@ def _start(argv: Sequence[str] | None) -> int:
     if name not in tools:
         print(f"matrixtitan: no tool {name!r}; choose from {', '.join(tools)}", file=sys.stderr)
         return 2
-    code: int = import_module(f"matrixtitan.tools.{name}").main(arguments)
+    try:
+        code: int = import_module(f"matrixtitan.tools.{name}").main(arguments)
+    except CheckoutNeeded as error:
+        print(f"matrixtitan: {error}", file=sys.stderr)
+        return 2
     return code
 
 

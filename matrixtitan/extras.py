@@ -7,7 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+CHECKOUT_NEEDED = (
+    "the trainer and its tools run from a checkout (git clone), where the folder models is; "
+    "the wheel is for matrixtitan.fsdp and matrixtitan.optim"
+)
 EXTRA_OF = {"matplotlib": "plots", "safetensors": "tools", "tokenizers": "tools"}
+
+
+class CheckoutNeeded(ImportError):
+    """`models` of this repository is missing: the package was installed from its wheel."""
+
+    def __init__(self) -> None:
+        super().__init__(CHECKOUT_NEEDED, name="models")
 
 
 def need(*modules: str) -> None:

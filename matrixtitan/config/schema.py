@@ -13,12 +13,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matrixtitan.data.sources import SOURCE_TYPES, path_problems
+from matrixtitan.extras import CheckoutNeeded
 from matrixtitan.options import Needs, Options, key, not_one_of
 from matrixtitan.plan.planner import egress_cap_problems
 from matrixtitan.plan.transport_registry import TRANSPORTS
 from matrixtitan.rules import RULES, MuonRule, Rule
 from matrixtitan.rules.base import check_betas
-from models import FAMILIES
+
+try:
+    from models import FAMILIES
+except ImportError as error:
+    if error.name != "models":
+        raise
+    raise CheckoutNeeded from error
 
 Dtype = Literal["float32", "bfloat16"]
 
