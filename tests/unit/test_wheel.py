@@ -75,25 +75,35 @@ for module in found:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves its build folder beside the sources."""
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build from, because setuptools leaves its build folder beside the sources."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
         shutil.copy(ROOT / name, source)
     for name in ("matrixtitan", "models"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=source)
-    (built,) = (source / "dist").iterdir()
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=checkout)
+    (built,) = (checkout / "dist").iterdir()
     return built
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("installed")
-    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index")
-    run(*pip, "--no-deps", "--target", str(target), str(wheel), cwd=target)
+    install(str(wheel), target=target)
     return target
+
+
+def install(*what: str, target: Path) -> None:
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index")
+    options = ("--no-deps", "--no-build-isolation", "--target", str(target))
+    run(*pip, *options, *what, cwd=target)
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -154,3 +164,13 @@ def test_what_needs_a_checkout_says_so_in_one_line(installed: Path, tmp_path: Pa
     results = dict(line.split(" ", 1) for line in lines)
     assert all(result.strip() in ("0", refusal) for result in results.values()), lines
     assert results["plan"] == results["generate"] == results["launch"] == refusal
+
+
+@pytest.mark.slow
+def test_an_editable_install_finds_the_models(checkout: Path, tmp_path: Path) -> None:
+    install("--editable", str(checkout), target=tmp_path)
+    program = (
+        f"import site; site.addsitedir({str(tmp_path)!r}); import models; print(models.__file__)"
+    )
+    found = run("-I", "-S", "-c", program, cwd=tmp_path).strip()
+    assert Path(found) == checkout / "models" / "__init__.py"
