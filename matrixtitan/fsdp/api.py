@@ -2,13 +2,13 @@
 
 Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
 moves nothing: each step is a file of its own. Next, in the order of the steps: `groups.py`,
-`assignment.py` and `agreement.py`. Then `hooks.py` (when things happen), `unit.py` (what happens)
-and `handle.py` (what the caller gets).
+`units.py`, `assignment.py` and `agreement.py`. Then `hooks.py` (when things happen), `unit.py`
+(what happens) and `handle.py` (what the caller gets).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, get_args
@@ -41,6 +41,7 @@ from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, Unit
+from matrixtitan.fsdp.units import Units, find_units
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
 from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, transport_spec
@@ -52,11 +53,12 @@ GradientReduction = Literal["mean", "sum"]
 def fully_shard(
     model: nn.Module,
     *,
-    units: Sequence[Sequence[str]],
+    units: Units = None,
     mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
     plan_settings: PlanSettings | None = None,
     tail_patterns: Sequence[str] = (),
+    ignored_params: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     reshard_after_forward: ReshardAfterForward | bool = "default",
@@ -67,9 +69,11 @@ def fully_shard(
 ) -> MatrixFSDP:
     """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
-    units: names of the modules that are gathered together, in forward order, such as
-        `[["embed"], ["layers.0"], ["norm", "head"]]`. All remaining parameters form the root unit.
-        A unit may have several modules. Modules that share a weight must be in one unit.
+    units: which modules are gathered together. None finds the repeated blocks and the embeddings:
+        see `find_units`. Otherwise a class or several, a callable `(name, module) -> bool`, or
+        names in forward order, such as `[["embed"], ["layers.0"], ["norm", "head"]]`. A unit of
+        names may have several modules. All remaining parameters form the root unit. Units that
+        share a weight are joined.
     mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process
         group, one process. Where `init_process_group` was given a `device_id`, all of its ranks
         must call this at the same point, each with its own mesh: NCCL then splits new groups off
@@ -78,6 +82,8 @@ def fully_shard(
     plan_settings: settings of the plan that is made if `plan` is None.
     tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output
         head), for the plan that is made if `plan` is None. Embeddings are recognised.
+    ignored_params: parameters that are not sharded. Each rank keeps them whole, and their
+        gradients are the caller's to reduce. Parameters without elements are left alone too.
     device: the device of the weights. None: their present device, or the mesh's for a meta model.
     mp_policy: dtypes of compute, of summed gradients and of outputs: see MixedPrecisionPolicy.
     reshard_after_forward: "default" frees every unit's weights after its forward, except those of
@@ -96,9 +102,9 @@ def fully_shard(
     after a backward. Between the two call `reshard()` first: a gathered unit has its unsharded
     parameters in place, and those are never stepped.
 
-    Raises ValueError for an argument that has no meaning, a unit name that does not exist, a
-    parameter in two units, mixed dtypes in a unit, a plan that does not fit the model, or a
-    transport that does not run on the group's backend.
+    Raises ValueError for an argument that has no meaning, a unit that does not exist, mixed
+    dtypes in a unit, a plan that does not fit the model, or a transport that does not run on the
+    group's backend.
     Raises RuntimeError where plans differ between ranks, or where another rank found a mistake
     that this rank does not have.
     """
@@ -107,7 +113,7 @@ def fully_shard(
     device = device or _device_of(model, mesh)
     try:
         _check_arguments(reshard_after_forward, transport, prefetch, gradient_reduction)
-        assignment = assign_to_units(model, units)
+        assignment = assign_to_units(model, find_units(model, units), ignored_params)
         if plan is None:
             specs = specs_of(model, assignment, tail_patterns)
             plan = make_plan(specs, groups.shard_ranks, plan_settings or PlanSettings())

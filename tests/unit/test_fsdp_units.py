@@ -1,0 +1,162 @@
+"""Which units `fully_shard` finds in a model, and which role and form each weight gets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from matrixtitan.fsdp import fully_shard
+from matrixtitan.fsdp.units import find_units
+from tests.lib.toy import Block, batch, make_toy, toy_units
+
+
+def transformers_model(name: str) -> Any:
+    """A tiny model of the class `name`, with weights on the default device."""
+    import transformers
+
+    small: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0}
+    small |= {"bos_token_id": 1, "eos_token_id": 2}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    dense = {"hidden_size": 32, "intermediate_size": 48, **layers}
+    mixture = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    grouped = {"num_key_value_heads": 2, "head_dim": 8}
+    halves = {f"{half}_{key}": n for half in ("encoder", "decoder") for key, n in HALF.items()}
+    settings: dict[str, dict[str, Any]] = {
+        "LlamaForCausalLM": {**small, **dense, "num_key_value_heads": 2},
+        "Qwen3MoeForCausalLM": {**small, **dense, **grouped, **mixture},
+        "GptOssForCausalLM": {
+            **small,
+            **dense,
+            **grouped,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "GPT2LMHeadModel": {**small, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+        "BertForMaskedLM": {**small, **dense, "max_position_embeddings": 32},
+        "ViTForImageClassification": {**dense, "image_size": 8, "patch_size": 4, "num_labels": 5},
+        "T5ForConditionalGeneration": {
+            **small,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "dropout_rate": 0.0,
+        },
+        "WhisperForConditionalGeneration": {
+            **small,
+            **halves,
+            "d_model": 32,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 16,
+            "decoder_start_token_id": 1,
+        },
+        "MambaForCausalLM": {
+            **small,
+            "hidden_size": 32,
+            "state_size": 4,
+            "num_hidden_layers": 2,
+        },
+    }
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**settings[name]))
+
+
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+
+
+def on_meta(name: str) -> Any:
+    with torch.device("meta"):
+        return transformers_model(name)
+
+
+FOUND = {
+    "LlamaForCausalLM": ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+    "Qwen3MoeForCausalLM": ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+    "GPT2LMHeadModel": ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1"],
+    "BertForMaskedLM": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1"],
+    "ViTForImageClassification": ["vit.embeddings", "vit.layers.0", "vit.layers.1"],
+    "T5ForConditionalGeneration": [
+        "shared",
+        "encoder.embed_tokens",
+        "encoder.block.0",
+        "encoder.block.1",
+        "decoder.embed_tokens",
+        "decoder.block.0",
+        "decoder.block.1",
+    ],
+    "WhisperForConditionalGeneration": [
+        "model.encoder.embed_positions",
+        "model.encoder.layers.0",
+        "model.encoder.layers.1",
+        "model.decoder.embed_tokens",
+        "model.decoder.embed_positions",
+        "model.decoder.layers.0",
+        "model.decoder.layers.1",
+    ],
+    "MambaForCausalLM": ["backbone.embeddings", "backbone.layers.0", "backbone.layers.1"],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_units_that_are_found(name: str) -> None:
+    assert find_units(on_meta(name)) == [[unit] for unit in FOUND[name]]
+
+
+def test_a_model_of_plain_modules_has_its_lists_elements_as_units() -> None:
+    assert find_units(make_toy()) == [["embed"], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
+    layer = nn.TransformerEncoderLayer(8, 2, 12)
+    assert find_units(nn.TransformerEncoder(layer, 2)) == [["layers.0"], ["layers.1"]]
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block(), Block()))
+    assert find_units(mixed) == [["2.0"], ["2.1"]]
+
+
+def test_units_by_names_classes_and_a_callable() -> None:
+    toy = make_toy()
+    blocks = [[f"blocks.{i}"] for i in range(3)]
+    assert find_units(toy, toy_units()) == toy_units()
+    assert find_units(toy, Block) == find_units(toy, [Block]) == blocks
+    assert find_units(toy, (Block, nn.Embedding)) == [["embed"], *blocks]
+    assert find_units(toy, lambda name, module: name.endswith(".1")) == [["blocks.1"]]
+    wrong: list[tuple[Any, str]] = [
+        ((nn.Conv2d,), "units names the class Conv2d, which no module has"),
+        ([Block, ["embed"]], "units mixes classes and names"),
+        (["embed"], "units has the entry 'embed'; give each unit as a list"),
+        (lambda name, module: False, "the callable chooses no module"),
+    ]
+    for units, message in wrong:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            find_units(toy, units)
+
+
+def names_of_units(model: nn.Module, units: Any = None, **options: Any) -> list[str]:
+    return [unit.name for unit in fully_shard(model, units=units, **options).units]
+
+
+def test_units_that_share_a_weight_are_joined() -> None:
+    toy = make_toy(tied=True)
+    blocks = [f"blocks.{i}" for i in range(3)]
+    assert names_of_units(toy, toy_units()) == ["(root)", "embed+norm+head", *blocks]
+    toy(*batch(0)).backward()
+    # the root unit holds the head, so that the unit of the embedding is part of it
+    assert names_of_units(make_toy(tied=True)) == ["(root)", *blocks]
+
+
+def test_ignored_and_empty_parameters_are_not_sharded() -> None:
+    toy = make_toy()
+    toy.norm.register_parameter("empty", nn.Parameter(torch.zeros(0, 16)))
+    ignored = toy.blocks[1].up.weight
+    sharded = fully_shard(toy, ignored_params=[ignored])
+    names = {param.fqn for param in sharded.local_parameters()}
+    assert names == set(dict(toy.named_parameters())) - {"norm.empty", "blocks.1.up.weight"}
+    toy(*batch(0)).backward()
+    assert toy.blocks[1].up.weight is ignored
+    plain = make_toy()
+    plain(*batch(0)).backward()
+    torch.testing.assert_close(ignored.grad, plain.blocks[1].up.weight.grad)
