@@ -2,12 +2,13 @@
 
 Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
 moves nothing: each step is a file of its own. Next, in the order of the steps: `groups.py`,
-`units.py`, `assignment.py` and `agreement.py`. Then `hooks.py` (when things happen), `unit.py`
-(what happens) and `handle.py` (what the caller gets).
+`units.py`, `assignment.py`, `roles.py` and `agreement.py`. Then `hooks.py` (when things happen),
+`unit.py` (what happens) and `handle.py` (what the caller gets).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +39,7 @@ from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.roles import Decision, decide, doubt
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, Unit
@@ -58,6 +60,7 @@ def fully_shard(
     plan: Plan | None = None,
     plan_settings: PlanSettings | None = None,
     tail_patterns: Sequence[str] = (),
+    matrix_patterns: Sequence[str] = (),
     ignored_params: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
@@ -80,8 +83,11 @@ def fully_shard(
         the group of all ranks.
     plan: who owns what, equal on all ranks. None makes one from the model's shapes.
     plan_settings: settings of the plan that is made if `plan` is None.
-    tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output
-        head), for the plan that is made if `plan` is None. Embeddings are recognised.
+    tail_patterns: full-name patterns of parameters that are not hidden matrices, for the plan that
+        is made if `plan` is None. Embeddings, output heads and routers are recognised: see
+        `decide`. One warning names the weights of an unknown kind, which go to the tail.
+    matrix_patterns: full-name patterns of parameters that are matrices, for the same plan. A
+        convolution's filter of four or more dimensions is the matrix (out, the rest).
     ignored_params: parameters that are not sharded. Each rank keeps them whole, and their
         gradients are the caller's to reduce. Parameters without elements are left alone too.
     device: the device of the weights. None: their present device, or the mesh's for a meta model.
@@ -111,11 +117,13 @@ def fully_shard(
     mesh = mesh_or_default(mesh)
     groups = groups_of(mesh)
     device = device or _device_of(model, mesh)
+    decisions: dict[str, Decision] = {}
     try:
         _check_arguments(reshard_after_forward, transport, prefetch, gradient_reduction)
         assignment = assign_to_units(model, find_units(model, units), ignored_params)
         if plan is None:
-            specs = specs_of(model, assignment, tail_patterns)
+            decisions = decide(model, assignment.params, tail_patterns, matrix_patterns)
+            specs = specs_of(assignment, decisions)
             plan = make_plan(specs, groups.shard_ranks, plan_settings or PlanSettings())
         check_plan(plan, assignment, groups.shard_ranks)
         check_units(assignment)
@@ -126,6 +134,9 @@ def fully_shard(
             compare_plans(None, groups, device)
         raise
     compare_plans(plan, groups, device)
+    if mesh is None or mesh.get_rank() == 0:
+        for sentence in doubt(decisions):
+            warnings.warn(sentence, stacklevel=2)
 
     communication = _communication(groups, device, transport, gradient_reduction, timeout)
     built = [
@@ -144,7 +155,7 @@ def fully_shard(
         check_order=order_check(groups, device, [unit.name for unit in built]),
         mp_policy=mp_policy,
     )
-    return MatrixFSDP(model, plan, built, schedule, communication, groups.shard)
+    return MatrixFSDP(model, plan, built, schedule, communication, groups.shard, decisions)
 
 
 # --- the steps of fully_shard ------------------------------------------------------------------

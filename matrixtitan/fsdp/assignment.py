@@ -7,13 +7,13 @@ plan (`plan/planner.py`). Next: `agreement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from matrixtitan.fsdp.param import Slot
-from matrixtitan.plan.roles import param_specs
+from matrixtitan.fsdp.roles import Decision
 from matrixtitan.plan.shard import ParamSpec, Plan
 
 ROOT = "(root)"
@@ -109,25 +109,20 @@ def _join(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
     return first
 
 
-def specs_of(
-    model: nn.Module, assignment: Assignment, tail_patterns: Sequence[str]
-) -> list[ParamSpec]:
+def specs_of(assignment: Assignment, decisions: Mapping[str, Decision]) -> list[ParamSpec]:
     """What a planner needs to know of each parameter.
 
-    Embeddings are recognised by their module's type.
+    A matrix stays whole. A stack of matrices (E, R, C) may be cut between its matrices, and a tail
+    parameter anywhere.
     """
-    embeddings = [
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    params = assignment.params
-    return param_specs(
-        [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in params.items()],
-        assignment.unit_of,
-        tail_patterns=tail_patterns,
-        embedding_fqns=[fqn for fqn in embeddings if fqn in params],
-    )
+    specs = []
+    for fqn, param in assignment.params.items():
+        shape, role = tuple(param.shape), decisions[fqn].role
+        rows = shape[0] if role == "matrix" and len(shape) != 3 else 1
+        specs.append(
+            ParamSpec(fqn, shape, role, assignment.unit_of[fqn], rows, param.requires_grad)
+        )
+    return specs
 
 
 def check_plan(plan: Plan, assignment: Assignment, shard_ranks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 from torch import nn
 
 from matrixtitan.fsdp import fully_shard
+from matrixtitan.fsdp.roles import decide, layers_as_one
 from matrixtitan.fsdp.units import find_units
+from matrixtitan.plan.cost import matrices_in_block
+from matrixtitan.plan.matrix_form import MatrixForm
+from matrixtitan.plan.planner import make_plan
+from matrixtitan.plan.shard import ParamSpec
 from tests.lib.toy import Block, batch, make_toy, toy_units
 
 
@@ -160,3 +166,156 @@ def test_ignored_and_empty_parameters_are_not_sharded() -> None:
     plain = make_toy()
     plain(*batch(0)).backward()
     torch.testing.assert_close(ignored.grad, plain.blocks[1].up.weight.grad)
+
+
+TAILS = {
+    "LlamaForCausalLM": {"model.embed_tokens.weight", "lm_head.weight"},
+    "Qwen3MoeForCausalLM": {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.*.mlp.gate.weight",
+    },
+    "GptOssForCausalLM": {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.*.mlp.router.weight",
+        "model.layers.*.mlp.experts.gate_up_proj_bias",
+        "model.layers.*.mlp.experts.down_proj_bias",
+    },
+    "GPT2LMHeadModel": {"transformer.wte.weight", "transformer.wpe.weight"},
+    "BertForMaskedLM": {
+        "bert.embeddings.word_embeddings.weight",
+        "bert.embeddings.position_embeddings.weight",
+        "bert.embeddings.token_type_embeddings.weight",
+    },
+    "ViTForImageClassification": {
+        "vit.embeddings.cls_token",
+        "vit.embeddings.position_embeddings",
+        "vit.embeddings.patch_embeddings.projection.weight",
+        "classifier.weight",
+    },
+    "T5ForConditionalGeneration": {
+        "shared.weight",
+        "encoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight",
+        "decoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight",
+    },
+    "WhisperForConditionalGeneration": {
+        "model.encoder.conv1.weight",
+        "model.encoder.conv2.weight",
+        "model.encoder.embed_positions.weight",
+        "model.decoder.embed_tokens.weight",
+        "model.decoder.embed_positions.weight",
+    },
+    "MambaForCausalLM": {
+        "backbone.embeddings.weight",
+        "backbone.layers.*.mixer.A_log",
+        "backbone.layers.*.mixer.conv1d.weight",
+    },
+}
+"""The parameters of two or more dimensions that are no hidden matrices."""
+
+FORMS = {
+    "Qwen3MoeForCausalLM": {
+        "model.layers.*.mlp.experts.gate_up_proj": MatrixForm(rows=(24, 24)),
+    },
+    "GptOssForCausalLM": {
+        # gate and up alternate, so that they are one matrix
+        "model.layers.*.mlp.experts.gate_up_proj": MatrixForm(transposed=True),
+        "model.layers.*.mlp.experts.down_proj": MatrixForm(transposed=True),
+    },
+    "GPT2LMHeadModel": {
+        "transformer.h.*.attn.c_attn.weight": MatrixForm(transposed=True, rows=(32, 32, 32)),
+        "transformer.h.*.attn.c_proj.weight": MatrixForm(transposed=True),
+        "transformer.h.*.mlp.c_fc.weight": MatrixForm(transposed=True),
+        "transformer.h.*.mlp.c_proj.weight": MatrixForm(transposed=True),
+    },
+}
+"""The matrices whose form is not the plain one."""
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_the_roles_and_forms_that_are_found(name: str) -> None:
+    model = on_meta(name)
+    params = dict(model.named_parameters())
+    decisions = decide(model, params)
+    large = {fqn for fqn, param in params.items() if param.dim() > 1}
+    tails = {layers_as_one(fqn) for fqn in large if decisions[fqn].role == "tail"}
+    assert tails == TAILS[name]
+    assert not any(decision.doubtful for decision in decisions.values())
+    assert {decisions[fqn].role for fqn in set(params) - large} <= {"tail"}
+    forms = {layers_as_one(fqn): decision.form for fqn, decision in decisions.items()}
+    special = {fqn: form for fqn, form in forms.items() if form != MatrixForm()}
+    assert special == FORMS.get(name, {})
+
+
+class Experts(nn.Module):
+    """Stacks whose orientation only the hidden size tells."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.hidden_size = 8
+        up, down = ((8, 24), (12, 8)) if transposed else ((24, 8), (8, 12))
+        self.gate_up = nn.Parameter(torch.ones(2, *up))
+        self.down = nn.Parameter(torch.ones(2, *down))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_orientation_of_experts_by_the_hidden_size(transposed: bool) -> None:
+    experts = Experts(transposed)
+    decisions = decide(experts, dict(experts.named_parameters()))
+    assert decisions["gate_up"].form == MatrixForm(transposed, (12, 12))
+    assert decisions["down"].form == MatrixForm(transposed)
+
+
+class Odd(nn.Module):
+    """Weights that no rule knows, and some that patterns name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 8))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.conv = nn.Conv2d(3, 8, 2)
+        self.conv1d = nn.Conv1d(3, 8, 2)
+        self.up = nn.Linear(8, 12)
+
+
+def test_an_unknown_weight_goes_to_the_tail_and_is_named_once() -> None:
+    with pytest.warns(UserWarning, match=r"1 weight\(s\) of an unknown kind .*: table; ") as seen:
+        local = {param.fqn: param for param in fully_shard(Odd()).local_parameters()}
+    assert len(seen) == 1
+    matrices = {fqn for fqn, param in local.items() if param.role == "matrix"}
+    assert matrices == {"attention.in_proj_weight", "attention.out_proj.weight", "up.weight"}
+    assert local["attention.in_proj_weight"].form == MatrixForm(rows=(8, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fully_shard(Odd(), tail_patterns=["table"])
+        sharded = fully_shard(Odd(), matrix_patterns=["table", "conv.weight"])
+    local = {param.fqn: param for param in sharded.local_parameters()}
+    assert local["table"].role == local["conv.weight"].role == "matrix"
+    assert local["conv.weight"].block_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"matrix_patterns": ["tabel"]}, "matrix_patterns: 'tabel' matches no parameter"),
+        ({"tail_patterns": ["tabel"]}, "tail_patterns: 'tabel' matches no parameter"),
+        ({"matrix_patterns": ["up.bias"]}, "up.bias has 1 dimension(s)"),
+        ({"matrix_patterns": ["conv1d.weight"]}, "conv1d.weight is a 1D convolution's filter"),
+        (
+            {"tail_patterns": ["table"], "matrix_patterns": ["table"]},
+            "table matches tail_patterns and matrix_patterns",
+        ),
+    ],
+    ids=str,
+)
+def test_a_pattern_that_cannot_hold_is_refused(patterns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fully_shard(Odd(), **patterns)
+
+
+def test_a_convolution_that_is_a_matrix_is_priced_whole() -> None:
+    spec = ParamSpec("conv", (8, 3, 2, 2), "matrix", "u", 8)
+    assert matrices_in_block(spec) == (1, 8, 12)
+    (shard,) = make_plan([spec], 4).shards
+    assert shard.is_whole
