@@ -8,6 +8,7 @@ moves nothing: each step is a file of its own. Next, in the order of the steps: 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -69,6 +70,7 @@ def fully_shard(
     prefetch: int = 1,
     gradient_reduction: GradientReduction = "mean",
     timeout: timedelta | None = None,
+    report: bool = True,
 ) -> MatrixFSDP:
     """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
@@ -100,6 +102,7 @@ def fully_shard(
     prefetch: how many units to gather ahead.
     gradient_reduction: the mean or the sum over all ranks of the mesh.
     timeout: of the process groups that this makes. None: PyTorch's default.
+    report: whether rank 0 prints `summary()` of the result to stderr.
 
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its
     rows of the values that it has, which must be the same on all ranks.
@@ -134,7 +137,8 @@ def fully_shard(
             compare_plans(None, groups, device)
         raise
     compare_plans(plan, groups, device)
-    if mesh is None or mesh.get_rank() == 0:
+    is_first = mesh is None or mesh.get_rank() == 0
+    if is_first:
         for sentence in doubt(decisions):
             warnings.warn(sentence, stacklevel=2)
 
@@ -155,7 +159,10 @@ def fully_shard(
         check_order=order_check(groups, device, [unit.name for unit in built]),
         mp_policy=mp_policy,
     )
-    return MatrixFSDP(model, plan, built, schedule, communication, groups.shard, decisions)
+    sharded = MatrixFSDP(model, plan, built, schedule, communication, groups.shard, decisions)
+    if report and is_first:
+        print(sharded.summary(), file=sys.stderr)
+    return sharded
 
 
 # --- the steps of fully_shard ------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from matrixtitan.fsdp.hooks import Schedule
-from matrixtitan.fsdp.roles import Decision
+from matrixtitan.fsdp.roles import Decision, summary
 from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.matrix_form import MatrixForm
@@ -85,6 +85,12 @@ class MatrixFSDP:
             for shard in self.plan.shards
             if (segment := shard.segment(self.rank)) is not None
         ]
+
+    def summary(self) -> str:
+        """The units, matrices and tails of the model, as text of a few lines; so does `print`."""
+        return summary(self.plan, [unit.name for unit in self.units], self._decisions)
+
+    __str__ = summary
 
     def close(self) -> None:
         """Stop the transports' threads.

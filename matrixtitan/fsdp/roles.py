@@ -8,6 +8,7 @@ has the shape of a matrix. Next: `assignment.py`, which makes the planner's inpu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 
 from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.plan.roles import check_patterns
-from matrixtitan.plan.shard import Role
+from matrixtitan.plan.shard import Plan, Role
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 CONVOLUTIONS = (
@@ -265,3 +266,26 @@ def doubt(decisions: Mapping[str, Decision]) -> Iterator[str]:
             f"{', '.join(names)}; tail_patterns=[...] confirms that by name, and "
             "matrix_patterns=[...] makes them matrices"
         )
+
+
+def summary(plan: Plan, units: Sequence[str], decisions: Mapping[str, Decision]) -> str:
+    """What was chosen, in a few lines. Layers count as one name.
+
+    `decisions` are empty for a plan that the caller gave.
+    """
+    names = Counter(layers_as_one(unit) for unit in units)
+    listed = [f"{count} x {name}" if count > 1 else name for name, count in names.items()]
+    lines = [
+        f"MatrixFSDP over {plan.world_size} rank(s)",
+        f"  {len(units)} units: {', '.join(listed)}",
+    ]
+    for role, title in (("matrix", "matrices"), ("tail", "tail (AdamW)")):
+        shards = [shard for shard in plan.shards if shard.role == role]
+        elements = sum(shard.numel for shard in shards)
+        lines.append(f"  {title}: {len(shards)} parameters, {elements:,} elements")
+    reasons = Counter(decision.reason for decision in decisions.values() if decision.role == "tail")
+    if reasons:
+        lines[-1] += f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})"
+    if doubtful := doubtful_names(decisions):
+        lines.append(f"  of an unknown kind, in the tail: {', '.join(doubtful)}")
+    return "\n".join(lines)

@@ -319,3 +319,21 @@ def test_a_convolution_that_is_a_matrix_is_priced_whole() -> None:
     assert matrices_in_block(spec) == (1, 8, 12)
     (shard,) = make_plan([spec], 4).shards
     assert shard.is_whole
+
+
+SUMMARY = """\
+MatrixFSDP over 1 rank(s)
+  5 units: (root), embed, 3 x blocks.*
+  matrices: 6 parameters, 576 elements
+  tail (AdamW): 13 parameters, 472 elements (1 embedding, 11 1D, 1 output head)
+"""
+
+
+def test_a_report_says_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    sharded = fully_shard(make_toy())
+    assert capsys.readouterr().err == SUMMARY
+    assert str(sharded) == sharded.summary() == SUMMARY.rstrip("\n")
+    fully_shard(make_toy(), report=False)
+    assert capsys.readouterr().err == ""
+    odd = fully_shard(Odd(), tail_patterns=["conv*"], report=False)
+    assert odd.summary().endswith("  of an unknown kind, in the tail: table")
