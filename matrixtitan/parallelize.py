@@ -166,6 +166,7 @@ def _matrix_fsdp(
         prefetch=parallelism.prefetch,
         gradient_reduction="sum",
         timeout=_init_timeout(config),
+        report=False,
     )
     return MatrixFSDPStrategy(
         runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch

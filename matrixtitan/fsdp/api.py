@@ -2,13 +2,15 @@
 
 Owns the argument checks, the order of the steps, and the choice of the transport. It computes and
 moves nothing: each step is a file of its own. Next, in the order of the steps: `groups.py`,
-`assignment.py` and `agreement.py`. Then `hooks.py` (when things happen), `unit.py` (what happens)
-and `handle.py` (what the caller gets).
+`units.py`, `assignment.py`, `roles.py` and `agreement.py`. Then `hooks.py` (when things happen),
+`unit.py` (what happens) and `handle.py` (what the caller gets).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, get_args
@@ -38,9 +40,11 @@ from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.roles import Decision, decide, doubt
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, Unit
+from matrixtitan.fsdp.units import Units, find_units
 from matrixtitan.plan.planner import PlanSettings, make_plan
 from matrixtitan.plan.shard import Plan
 from matrixtitan.plan.transport_registry import REDUCTIONS_IN_FLIGHT, transport_spec
@@ -52,11 +56,13 @@ GradientReduction = Literal["mean", "sum"]
 def fully_shard(
     model: nn.Module,
     *,
-    units: Sequence[Sequence[str]],
+    units: Units = None,
     mesh: DeviceMesh | None = None,
     plan: Plan | None = None,
     plan_settings: PlanSettings | None = None,
     tail_patterns: Sequence[str] = (),
+    matrix_patterns: Sequence[str] = (),
+    ignored_params: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     reshard_after_forward: ReshardAfterForward | bool = "default",
@@ -64,20 +70,28 @@ def fully_shard(
     prefetch: int = 1,
     gradient_reduction: GradientReduction = "mean",
     timeout: timedelta | None = None,
+    report: bool = True,
 ) -> MatrixFSDP:
     """Shard `model` in place so that each matrix lies whole on one rank, its owner.
 
-    units: names of the modules that are gathered together, in forward order, such as
-        `[["embed"], ["layers.0"], ["norm", "head"]]`. All remaining parameters form the root unit.
-        A unit may have several modules. Modules that share a weight must be in one unit.
+    units: which modules are gathered together. None finds the repeated blocks and the embeddings:
+        see `find_units`. Otherwise a class or several, a callable `(name, module) -> bool`, or
+        names in forward order, such as `[["embed"], ["layers.0"], ["norm", "head"]]`. A unit of
+        names may have several modules. All remaining parameters form the root unit. Units that
+        share a weight are joined.
     mesh: one axis (shard), or two (replicate, shard). None: all ranks shard; without a process
         group, one process. Where `init_process_group` was given a `device_id`, all of its ranks
         must call this at the same point, each with its own mesh: NCCL then splits new groups off
         the group of all ranks.
     plan: who owns what, equal on all ranks. None makes one from the model's shapes.
     plan_settings: settings of the plan that is made if `plan` is None.
-    tail_patterns: full-name patterns of 2D parameters that are not hidden matrices (an output
-        head), for the plan that is made if `plan` is None. Embeddings are recognised.
+    tail_patterns: full-name patterns of parameters that are not hidden matrices, for the plan that
+        is made if `plan` is None. Embeddings, output heads and routers are recognised: see
+        `decide`. One warning names the weights of an unknown kind, which go to the tail.
+    matrix_patterns: full-name patterns of parameters that are matrices, for the same plan. A
+        convolution's filter of four or more dimensions is the matrix (out, the rest).
+    ignored_params: parameters that are not sharded. Each rank keeps them whole, and their
+        gradients are the caller's to reduce. Parameters without elements are left alone too.
     device: the device of the weights. None: their present device, or the mesh's for a meta model.
     mp_policy: dtypes of compute, of summed gradients and of outputs: see MixedPrecisionPolicy.
     reshard_after_forward: "default" frees every unit's weights after its forward, except those of
@@ -88,6 +102,7 @@ def fully_shard(
     prefetch: how many units to gather ahead.
     gradient_reduction: the mean or the sum over all ranks of the mesh.
     timeout: of the process groups that this makes. None: PyTorch's default.
+    report: whether rank 0 prints `summary()` of the result to stderr.
 
     A model on the meta device needs `materialize()` on the result. Otherwise each rank keeps its
     rows of the values that it has, which must be the same on all ranks.
@@ -96,20 +111,22 @@ def fully_shard(
     after a backward. Between the two call `reshard()` first: a gathered unit has its unsharded
     parameters in place, and those are never stepped.
 
-    Raises ValueError for an argument that has no meaning, a unit name that does not exist, a
-    parameter in two units, mixed dtypes in a unit, a plan that does not fit the model, or a
-    transport that does not run on the group's backend.
+    Raises ValueError for an argument that has no meaning, a unit that does not exist, mixed
+    dtypes in a unit, a plan that does not fit the model, or a transport that does not run on the
+    group's backend.
     Raises RuntimeError where plans differ between ranks, or where another rank found a mistake
     that this rank does not have.
     """
     mesh = mesh_or_default(mesh)
     groups = groups_of(mesh)
     device = device or _device_of(model, mesh)
+    decisions: dict[str, Decision] = {}
     try:
         _check_arguments(reshard_after_forward, transport, prefetch, gradient_reduction)
-        assignment = assign_to_units(model, units)
+        assignment = assign_to_units(model, find_units(model, units), ignored_params)
         if plan is None:
-            specs = specs_of(model, assignment, tail_patterns)
+            decisions = decide(model, assignment.params, tail_patterns, matrix_patterns)
+            specs = specs_of(assignment, decisions)
             plan = make_plan(specs, groups.shard_ranks, plan_settings or PlanSettings())
         check_plan(plan, assignment, groups.shard_ranks)
         check_units(assignment)
@@ -120,6 +137,10 @@ def fully_shard(
             compare_plans(None, groups, device)
         raise
     compare_plans(plan, groups, device)
+    is_first = mesh is None or mesh.get_rank() == 0
+    if is_first:
+        for sentence in doubt(decisions):
+            warnings.warn(sentence, stacklevel=2)
 
     communication = _communication(groups, device, transport, gradient_reduction, timeout)
     built = [
@@ -138,7 +159,10 @@ def fully_shard(
         check_order=order_check(groups, device, [unit.name for unit in built]),
         mp_policy=mp_policy,
     )
-    return MatrixFSDP(model, plan, built, schedule, communication, groups.shard)
+    sharded = MatrixFSDP(model, plan, built, schedule, communication, groups.shard, decisions)
+    if report and is_first:
+        print(sharded.summary(), file=sys.stderr)
+    return sharded
 
 
 # --- the steps of fully_shard ------------------------------------------------------------------

@@ -7,13 +7,13 @@ plan (`plan/planner.py`). Next: `agreement.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from matrixtitan.fsdp.param import Slot
-from matrixtitan.plan.roles import param_specs
+from matrixtitan.fsdp.roles import Decision
 from matrixtitan.plan.shard import ParamSpec, Plan
 
 ROOT = "(root)"
@@ -34,65 +34,95 @@ class Assignment:
     """The unit of each parameter."""
 
 
-def assign_to_units(model: nn.Module, units: Sequence[Sequence[str]]) -> Assignment:
+def assign_to_units(
+    model: nn.Module,
+    units: Sequence[Sequence[str]],
+    ignored_params: Collection[nn.Parameter] = (),
+) -> Assignment:
     """Assign each parameter to the innermost unit around it.
 
-    ValueError for a name that is no module or is listed twice, and for a parameter that two units
-    share.
+    Units that share a parameter are joined into one. Where the root unit shares it too, they become
+    part of the root unit. `ignored_params` and parameters without elements belong to no unit.
+
+    ValueError for a name that is no module or is listed twice.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    modules_of: dict[str, list[nn.Module]] = {ROOT: [model]}
-    unit_of_module: dict[str, str] = {}
-    for names in units:
-        unit = "+".join(names)
+    # by module and not by name: a shared module has several names
+    index_of_module: dict[nn.Module, int] = {}
+    for index, names in enumerate(units):
         for name in names:
             if name not in modules or name == "":
                 raise ValueError(f"units names the module {name!r}, which the model does not have")
-            if name in unit_of_module:
+            if modules[name] in index_of_module:
                 raise ValueError(f"units names the module {name!r} twice")
-            unit_of_module[name] = unit
-        modules_of[unit] = [modules[name] for name in names]
-    params = dict(model.named_parameters())
+            index_of_module[modules[name]] = index
+    ignored = set(ignored_params)
+    params = {
+        fqn: param
+        for fqn, param in model.named_parameters()
+        if param.numel() and param not in ignored
+    }
     first_name = {param: fqn for fqn, param in params.items()}
     slots_of: dict[str, list[Slot]] = {}
-    unit_of: dict[str, str] = {}
+    holders: dict[str, set[int]] = {}
     for fqn, param in model.named_parameters(remove_duplicate=False):
+        if param not in first_name:
+            continue
         module_name, _, attribute = fqn.rpartition(".")
         enclosing = module_name
-        while enclosing and enclosing not in unit_of_module:
+        while enclosing and modules[enclosing] not in index_of_module:
             enclosing = enclosing.rpartition(".")[0]
-        unit = unit_of_module.get(enclosing, ROOT)
         first = first_name[param]
-        if unit_of.setdefault(first, unit) != unit:
-            raise ValueError(
-                f"{first} is shared by two units, {unit_of[first]!r} and {unit!r} (as {fqn}); list "
-                "the modules that share it as one unit"
-            )
+        holders.setdefault(first, set()).add(
+            index_of_module[modules[enclosing]] if enclosing else _ROOT_INDEX
+        )
         slot = Slot(modules[module_name], attribute)
         if slot not in slots_of.setdefault(first, []):
             slots_of[first].append(slot)
+    joined = _join(len(units), holders.values())
+    names_of: dict[int, list[str]] = {}
+    for index, names in enumerate(units):
+        names_of.setdefault(joined[index], []).extend(names)
+    names_of.pop(_ROOT_INDEX, None)
+    unit_name = {index: "+".join(names) for index, names in names_of.items()}
+    modules_of = {ROOT: [model]}
+    for index, names in names_of.items():
+        modules_of[unit_name[index]] = [modules[name] for name in names]
+    unit_name[_ROOT_INDEX] = ROOT
+    unit_of = {fqn: unit_name[joined[min(held)]] for fqn, held in holders.items()}
     return Assignment(params, modules_of, slots_of, unit_of)
 
 
-def specs_of(
-    model: nn.Module, assignment: Assignment, tail_patterns: Sequence[str]
-) -> list[ParamSpec]:
+_ROOT_INDEX = -1
+
+
+def _join(count: int, shared: Iterable[set[int]]) -> dict[int, int]:
+    """The first unit of those that each of `count` units is joined with, by index."""
+    first = {index: index for index in range(_ROOT_INDEX, count)}
+    for indices in shared:
+        targets = {first[index] for index in indices}
+        if len(targets) > 1:
+            lowest = min(targets)
+            first = {
+                index: lowest if target in targets else target for index, target in first.items()
+            }
+    return first
+
+
+def specs_of(assignment: Assignment, decisions: Mapping[str, Decision]) -> list[ParamSpec]:
     """What a planner needs to know of each parameter.
 
-    Embeddings are recognised by their module's type.
+    A matrix stays whole. A stack of matrices (E, R, C) may be cut between its matrices, and a tail
+    parameter anywhere.
     """
-    embeddings = [
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    params = assignment.params
-    return param_specs(
-        [(fqn, tuple(param.shape), param.requires_grad) for fqn, param in params.items()],
-        assignment.unit_of,
-        tail_patterns=tail_patterns,
-        embedding_fqns=[fqn for fqn in embeddings if fqn in params],
-    )
+    specs = []
+    for fqn, param in assignment.params.items():
+        shape, role = tuple(param.shape), decisions[fqn].role
+        rows = shape[0] if role == "matrix" and len(shape) != 3 else 1
+        specs.append(
+            ParamSpec(fqn, shape, role, assignment.unit_of[fqn], rows, param.requires_grad)
+        )
+    return specs
 
 
 def check_plan(plan: Plan, assignment: Assignment, shard_ranks: int) -> None:

@@ -6,12 +6,16 @@ that does the work. Next: `hooks.py` and `unit.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed as dist
 from torch import nn
 
 from matrixtitan.fsdp.hooks import Schedule
+from matrixtitan.fsdp.roles import Decision, summary
 from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
+from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.plan.shard import Plan
 
 
@@ -29,6 +33,7 @@ class MatrixFSDP:
         schedule: Schedule,
         communication: Communication,
         shard_group: dist.ProcessGroup | None,
+        decisions: Mapping[str, Decision],
     ) -> None:
         self.model = model
         self.plan = plan
@@ -38,6 +43,8 @@ class MatrixFSDP:
         """Ranks that share one copy of the weights; None for a single process."""
         self._schedule = schedule
         self._communication = communication
+        self._decisions = decisions
+        """What the roles in the plan follow from; empty where the caller gave the plan."""
 
     def materialize(self, init_rows: InitRows | None = None) -> None:
         """Allocate this rank's weights; `init_rows(fqn, full_shape, start, out)` fills them.
@@ -63,6 +70,7 @@ class MatrixFSDP:
     def local_parameters(self) -> list[LocalParam]:
         """The rows that this rank owns, in model order."""
         params = {param.fqn: param for unit in self.units for param in unit.params}
+        decisions = self._decisions
         return [
             LocalParam(
                 fqn=shard.fqn,
@@ -72,10 +80,17 @@ class MatrixFSDP:
                 block_rows=shard.block_rows,
                 start=segment.start,
                 trainable=shard.trainable,
+                form=decision.form if (decision := decisions.get(shard.fqn)) else MatrixForm(),
             )
             for shard in self.plan.shards
             if (segment := shard.segment(self.rank)) is not None
         ]
+
+    def summary(self) -> str:
+        """The units, matrices and tails of the model, as text of a few lines; so does `print`."""
+        return summary(self.plan, [unit.name for unit in self.units], self._decisions)
+
+    __str__ = summary
 
     def close(self) -> None:
         """Stop the transports' threads.

@@ -120,11 +120,12 @@ class BlockCost(NamedTuple):
 def matrices_in_block(param: SpecOrShard) -> tuple[int, int, int]:
     """(count, R, C): one block of a matrix parameter holds `count` matrices (R, C).
 
-    Each of them is orthogonalised or preconditioned by itself.
+    Each of them is orthogonalised or preconditioned by itself. A parameter of four or more
+    dimensions, a convolution's, is one matrix (out, the product of the rest).
     """
-    if len(param.shape) == 2:
-        return 1, param.block_rows, param.shape[1]
-    return param.block_rows * prod(param.shape[1:-2]), param.shape[-2], param.shape[-1]
+    if len(param.shape) != 3:
+        return 1, param.block_rows, prod(param.shape[1:])
+    return param.block_rows, param.shape[1], param.shape[2]
 
 
 def newton_schulz_flops(

@@ -144,7 +144,7 @@ class _Placement:
         poured = self.total_bytes - sum(map(self._held_bytes, self.matrices))
         best = None
         cuts = [False]
-        if any(len(self.specs[i].shape) == 2 and self._count(i) > 1 for i in self.matrices):
+        if any(len(self.specs[i].shape) != 3 and self._count(i) > 1 for i in self.matrices):
             cuts.append(True)
         for cut_heads in cuts:
             pieces = self._pieces(cut_heads)
@@ -168,7 +168,7 @@ class _Placement:
         pieces = []
         for index in self.matrices:
             spec, cost, count = self.specs[index], self.costs[index], self._count(index)
-            cut = len(spec.shape) > 2 or cut_heads
+            cut = len(spec.shape) == 3 or cut_heads
             # one piece a rank, so that shares are even: sizes differ by one block at most
             number = min(count, self.world_size) if cut else 1
             for piece in range(number):

@@ -43,12 +43,7 @@ def param_specs(
     for name in sorted(tails - set(fqns)):
         raise ValueError(f"embedding {name!r} is no parameter of the model{_near(name, fqns)}")
     for key, patterns in (("tail_patterns", tail_patterns), ("per_head_patterns", per_head)):
-        for pattern in patterns:
-            if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
-                raise ValueError(
-                    f"{key}: {pattern!r} matches no parameter{_near(pattern, fqns)}; "
-                    "patterns are full names"
-                )
+        check_patterns(key, patterns, fqns)
     tails.update(fqn for fqn in fqns if any(fnmatchcase(fqn, p) for p in tail_patterns))
     specs = []
     for fqn, shape, trainable in params:
@@ -94,3 +89,13 @@ def _near(pattern: str, fqns: Sequence[str]) -> str:
     known = list(dict.fromkeys([re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns] + list(fqns)))
     near = difflib.get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), known, n=3, cutoff=0.4)
     return f" (near: {', '.join(near or known[:3])})" if known else " (the model has none)"
+
+
+def check_patterns(key: str, patterns: Iterable[str], fqns: Sequence[str]) -> None:
+    """ValueError for a pattern of the argument `key` that matches none of `fqns`."""
+    for pattern in patterns:
+        if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
+            raise ValueError(
+                f"{key}: {pattern!r} matches no parameter{_near(pattern, fqns)}; "
+                "patterns are full names"
+            )
