@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from matrixtitan.fsdp.param import Slot
+from matrixtitan.fsdp.param import Slot, has_gradient_hooks
 from matrixtitan.fsdp.roles import Decision
 from matrixtitan.plan.shard import ParamSpec, Plan
 
@@ -159,7 +159,17 @@ def check_plan(plan: Plan, assignment: Assignment, shard_ranks: int) -> None:
 
 
 def check_units(assignment: Assignment) -> None:
-    """ValueError for a unit of several dtypes, or one that is partly on the meta device."""
+    """ValueError for a unit of several dtypes, or one that is partly on the meta device.
+
+    Also for a parameter with gradient hooks, which would not run.
+    """
+    for fqn, param in assignment.params.items():
+        if has_gradient_hooks(param):
+            raise ValueError(
+                f"{fqn} has a gradient hook, which would not run once the parameter is sharded; "
+                "remove it, and call register_post_accumulate_grad_hook on the sharded parameter "
+                "after fully_shard"
+            )
     unit_of = assignment.unit_of
     for unit in dict.fromkeys(unit_of.values()):
         params = {fqn: param for fqn, param in assignment.params.items() if unit_of[fqn] == unit}

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from matrixtitan.fsdp.guard import refuse_deepcopy
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy, cast_floating
 from matrixtitan.fsdp.nested import map_tensors, tensors_in
 from matrixtitan.fsdp.unit import Reduction, Unit
@@ -58,6 +59,8 @@ class Call:
         self.over = False
         """Its backward is over."""
 
+    __deepcopy__ = refuse_deepcopy
+
 
 class UnitState:
     """A unit and what the schedule remembers of it between hooks."""
@@ -74,6 +77,8 @@ class UnitState:
         self.modules_run: set[nn.Module] = set()
         self.keeps_gradients = False
         """It has gradients that were accumulated without being reduced."""
+
+    __deepcopy__ = refuse_deepcopy
 
     @property
     def in_backward(self) -> bool:
@@ -120,7 +125,10 @@ class Schedule:
         """Calls whose backward began in the backward that runs now."""
         self._reductions: list[Reduction] = []
         self._handles: list[Any] = []
+        self._names = [name for name, _ in root.named_parameters()]
         self._install()
+
+    __deepcopy__ = refuse_deepcopy
 
     def _install(self) -> None:
         self._handles.append(
@@ -161,6 +169,7 @@ class Schedule:
                 # a recomputation: the whole model is inside a checkpoint
                 return
             self._abandon_backward()
+        self._check_parameters()
         for state in self.states:
             state.unit.check_materialized()
             state.running.clear()
@@ -168,6 +177,24 @@ class Schedule:
         self.reshard()
         self._recorded = []
         self._in_root_forward = True
+
+    def _check_parameters(self) -> None:
+        """RuntimeError for a parameter that was added to the model or removed from it.
+
+        No gradient of an added parameter is reduced, so its values would drift between ranks. Only
+        a number is compared, since each forward pays for this. `ShardedParam.use_unsharded` sees a
+        replaced parameter.
+        """
+        if sum(1 for _ in self.root.parameters()) == len(self._names):
+            return
+        names = [name for name, _ in self.root.named_parameters()]
+        added = [name for name in names if name not in self._names]
+        removed = [name for name in self._names if name not in names]
+        raise RuntimeError(
+            f"the model's parameters changed after fully_shard: added {added}, removed or tied to "
+            f"others {removed}. The runtime would neither shard nor reduce them; change the model "
+            "before fully_shard"
+        )
 
     def _pre_forward(
         self, state: UnitState, module: nn.Module, args: Any, kwargs: Any

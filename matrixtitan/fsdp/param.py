@@ -2,16 +2,19 @@
 
 Owns both nn.Parameter objects, which exist once, and the switch of a module's attribute between
 them. It never communicates, and never allocates the buffers that they view (`unit.py` does).
-Next: `buffers.py`.
+Next: `guard.py`, what a sharded parameter refuses; `buffers.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from matrixtitan.fsdp.guard import ShardedParameter
 from matrixtitan.plan.shard import MatrixShard
 
 
@@ -39,11 +42,12 @@ class ShardedParam:
         self.segment = shard.segment(rank)
         self.dtype = dtype
         self.trainable = trainable
-        self.sharded = nn.Parameter(
-            torch.empty(shard.local_shape(rank), dtype=dtype, device="meta"),
-            requires_grad=trainable,
+        self.sharded = ShardedParameter(
+            torch.empty(shard.local_shape(rank), dtype=dtype, device="meta"), shard.fqn, trainable
         )
         self.unsharded: nn.Parameter | None = None
+        self._gathered: Tensor | None = None
+        """The memory of `unsharded`, which outside code cannot assign."""
         self.unreduced_grad: Tensor | None = None
         """This rank's gradient, of the full shape, accumulated in reduce dtype without reducing."""
 
@@ -57,12 +61,25 @@ class ShardedParam:
         The tensors must be aliases: see [Note: refilling does not touch autograd's version counter]
         in `buffers.py`.
         """
-        self.sharded = nn.Parameter(sharded, requires_grad=self.trainable)
+        self.sharded = ShardedParameter(sharded, self.fqn, self.trainable)
+        self._gathered = unsharded
         self.unsharded = nn.Parameter(unsharded, requires_grad=self.trainable)
         self.use_sharded()
 
     def use_sharded(self) -> None:
-        """Put the sharded parameter into the modules."""
+        """Put the sharded parameter into the modules.
+
+        Raises RuntimeError where the user's code assigned the `.data` of the unsharded parameter.
+        """
+        mine, now = self._gathered, self.unsharded
+        if (mine is not None and now is not None) and (
+            now.dtype != mine.dtype or now.data_ptr() != mine.data_ptr()
+        ):
+            raise RuntimeError(
+                f"{self.fqn}: its .data was assigned while the parameter was gathered (by "
+                "model.to(), model.bfloat16() or the like), and would be lost; convert the model "
+                "before fully_shard, and copy new values into the sharded parameter in place"
+            )
         for slot in self.slots:
             setattr(slot.module, slot.name, self.sharded)
 
@@ -104,3 +121,18 @@ class ShardedParam:
         """Accumulate this rank's gradient in `dtype`, the reduce dtype, without reducing it."""
         grad = self.take_gradient()
         self.unreduced_grad = None if grad is None else grad.to(dtype)
+
+
+def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], Any]]:
+    """What `register_post_accumulate_grad_hook` added to `param`.
+
+    PyTorch offers no public way to read the hooks. Autograd would run them, but it never sees a
+    sharded parameter, so the runtime runs them when it has set `.grad`. The private attribute is
+    read only here.
+    """
+    return list((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]
+
+
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Whether `param` has gradient hooks of either kind."""
+    return bool(param._backward_hooks or post_accumulate_grad_hooks(param))

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from matrixtitan.fsdp.buffers import Layout, TransientBuffer, alias, element_alignment, lay_out
+from matrixtitan.fsdp.guard import ShardedGradient, refuse_deepcopy
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
-from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.param import ShardedParam, post_accumulate_grad_hooks
 from matrixtitan.fsdp.streams import Channel, Pending, Work
 from matrixtitan.fsdp.transports import OwnedTensor, Transport
 
@@ -101,6 +102,8 @@ class Unit:
         """What an unshard sends and receives, in the same order on every rank."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """(into the transient buffer, from the owner buffer): done before an unshard sends."""
+
+    __deepcopy__ = refuse_deepcopy
 
     # --- storage -------------------------------------------------------------------------------
 
@@ -378,7 +381,10 @@ class Reduction:
         del mine
 
     def finish(self) -> None:
-        """Add the sums to the sharded parameters' `.grad`, in their stored dtype."""
+        """Add the sums to the sharded parameters' `.grad`, in their stored dtype.
+
+        Then run the parameters' post-accumulate-grad hooks.
+        """
         self.wait_for_owners()
         if self._replicas is not None:
             self._replicas.wait()
@@ -388,7 +394,10 @@ class Reduction:
                 part.div_(divisor)
             grad = part.view(param.sharded.shape).to(param.dtype)
             if param.sharded.grad is None:
-                param.sharded.grad = grad
+                param.sharded.grad = ShardedGradient(grad, param.fqn)
             else:
                 param.sharded.grad += grad
+            with torch.no_grad():
+                for hook in post_accumulate_grad_hooks(param.sharded):
+                    hook(param.sharded)
         self._mine = []
