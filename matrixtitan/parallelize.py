@@ -167,9 +167,7 @@ def _matrix_fsdp(
         gradient_reduction="sum",
         timeout=_init_timeout(config),
     )
-    return MatrixFSDPStrategy(
-        runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch
-    )
+    return MatrixFSDPStrategy(runtime, reduce_each_microbatch=parallelism.reduce_each_microbatch)
 
 
 def _fsdp2(
