@@ -168,9 +168,7 @@ def _matrix_fsdp(
         timeout=_init_timeout(config),
         report=False,
     )
-    return MatrixFSDPStrategy(
-        runtime, device, reduce_each_microbatch=parallelism.reduce_each_microbatch
-    )
+    return MatrixFSDPStrategy(runtime, reduce_each_microbatch=parallelism.reduce_each_microbatch)
 
 
 def _fsdp2(

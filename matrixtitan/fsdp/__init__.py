@@ -10,6 +10,7 @@ The package imports torch and `matrixtitan.plan` only, so that it can be lifted 
 | what a gather and a reduction do; where a gradient is summed onto its owner | `unit.py` |
 | the two nn.Parameter objects of a parameter, and its gradient | `param.py` |
 | buffers: their layout, who frees them and when | `buffers.py`, `streams.py` |
+| the global gradient norm and clipping | `grad_norm.py` |
 | the messages of each transport | `transports.py`, `ring.py`, `background.py` |
 | checks of arguments, model and plan; agreement between ranks | `assignment.py`, `agreement.py` |
 

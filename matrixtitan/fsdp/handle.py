@@ -6,11 +6,14 @@ that does the work. Next: `hooks.py` and `unit.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.fsdp.hooks import Schedule
 from matrixtitan.fsdp.roles import Decision, summary
 from matrixtitan.fsdp.unit import Communication, InitRows, Unit
@@ -91,6 +94,45 @@ class MatrixFSDP:
         return summary(self.plan, [unit.name for unit in self.units], self._decisions)
 
     __str__ = summary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing: `set_reduce_gradients(False)` inside, as before after."""
+        before = self._schedule.reduce_gradients
+        self._schedule.reduce_gradients = False
+        try:
+            yield
+        finally:
+            self._schedule.reduce_gradients = before
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The trainable parameters for an optimizer, grouped by role: "matrix", then "tail".
+
+        A group has keys "name", "params" and "param_names". Both lists are in model order and have
+        the same length on every rank, because a parameter without rows on this rank is listed too.
+        A role that no trainable parameter of the model has is left out.
+        """
+        params = {param.fqn: param for unit in self.units for param in unit.params}
+        groups = []
+        for role in ("matrix", "tail"):
+            names = [s.fqn for s in self.plan.shards if s.role == role and s.trainable]
+            tensors = [params[name].sharded for name in names]
+            groups.append({"name": role, "params": tensors, "param_names": names})
+        return [group for group in groups if group["params"]]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`.
+
+        Returns the norm before scaling, equal on all ranks: see `grad_norm.py`. All ranks call
+        this, since it all-reduces one scalar over the shard group. Replicas hold equal gradients.
+        """
+        # `.grad` is on the sharded parameters
+        self.reshard()
+        sharded = [param.sharded for unit in self.units for param in unit.params]
+        gradients = [tensor.grad for tensor in sharded if tensor.grad is not None]
+        return clip_grad_norm_(
+            gradients, max_norm, self.shard_group, device=self._communication.device
+        )
 
     def close(self) -> None:
         """Stop the transports' threads.

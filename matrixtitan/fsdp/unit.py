@@ -27,6 +27,15 @@ A trace of torch.profiler shows spans that carry the unit's name: `matrix_fsdp::
 `matrix_fsdp::reduce` where the communication is issued, `matrix_fsdp::unshard_wait` and
 `matrix_fsdp::reduce_wait` where compute waits for it, and with replicas `matrix_fsdp::all_reduce`
 where that is issued. All lie outside compiled regions.
+
+[Note: a gradient of negative zeros means that no rank used the parameter]
+Where no rank used a parameter in a backward, its `.grad` is left as it is, since weight decay and
+momentum would move the parameter on a gradient of zeros. A rank knows its own use only. A rank that
+did not use the parameter therefore contributes negative zeros, and no message is added: a sum of
+negative zeros is -0.0, and any +0.0 in it makes +0.0. The first element of each piece of a used
+gradient has 0.0 added, so that a used gradient never consists of negative zeros alone. The owner
+reads the sum only where its own contribution was unused, and with replicas after their all-reduce,
+so that all replicas decide alike.
 """
 
 from __future__ import annotations
@@ -265,8 +274,9 @@ class Unit:
 
         Each rank's gradient of a parameter has the full shape, in reduce dtype on the wire. Every
         segment's rows go to the rank that owns the segment. A parameter that this rank did not use
-        counts as zeros, so that all ranks send the same list. All ranks must call this in the same
-        order of units.
+        counts as negative zeros, so that all ranks send the same list: see
+        [Note: a gradient of negative zeros means that no rank used the parameter]. All ranks must
+        call this in the same order of units.
         """
         with record_function(self.labels.reduce):
             return self._start_reduce()
@@ -275,14 +285,24 @@ class Unit:
         reduced: list[OwnedTensor] = []
         mine: list[tuple[ShardedParam, Tensor]] = []
         small: dict[int, list[tuple[ShardedParam, Tensor]]] = {}
+        unused: set[ShardedParam] = set()
+        alone = self._comm.reduce is None and self._comm.replicas is None
         for param in self.params:
             if not param.trainable:
                 continue
             shard = param.shard
             grad = param.take_gradient()
             if grad is None:
-                grad = torch.zeros(shard.shape, dtype=self.reduce_dtype, device=self._comm.device)
+                if alone:
+                    continue
+                unused.add(param)
+                grad = torch.full(
+                    shard.shape, -0.0, dtype=self.reduce_dtype, device=self._comm.device
+                )
             grad = grad.to(self.reduce_dtype).contiguous()
+            if param not in unused and not alone:
+                for segment in shard.segments:
+                    grad.view(-1)[segment.start * shard.row_numel :][:1] += 0.0
             if shard.is_whole and grad.numel() * grad.itemsize < PACK_BELOW:
                 small.setdefault(shard.owner, []).append((param, grad))
                 continue
@@ -305,7 +325,7 @@ class Unit:
             return transport.reduce(reduced) if transport is not None and reduced else ()
 
         pending = self._comm.reduce_channel.submit(issue, f"reducing the gradients of {self.name}")
-        return Reduction(self, pending, reduced, mine)
+        return Reduction(self, pending, reduced, mine, unused)
 
 
 class Labels:
@@ -332,12 +352,15 @@ class Reduction:
         pending: Pending,
         reduced: list[OwnedTensor],
         mine: list[tuple[ShardedParam, Tensor]],
+        unused: set[ShardedParam],
     ) -> None:
         self._unit = unit
         self._pending: Pending | None = pending
         self._replicas: Pending | None = None
         self._reduced = reduced
         self._mine = mine
+        self._unused = unused
+        """Parameters that this rank did not use."""
 
     @property
     def accumulates(self) -> bool:
@@ -390,6 +413,9 @@ class Reduction:
             self._replicas.wait()
         divisor = self._unit._comm.gradient_divisor
         for param, part in self._mine:
+            if param in self._unused and (part == 0).all() and part.signbit().all():
+                # no rank used it
+                continue
             if divisor != 1:
                 part.div_(divisor)
             grad = part.view(param.sharded.shape).to(param.dtype)

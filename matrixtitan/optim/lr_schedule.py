@@ -3,7 +3,7 @@
 Warmup-stable-decay; plain cosine and linear decay are the cases without a stable part. It keeps no
 state of its own, so a resumed run needs only the step. To add a shape of decay, add a case to
 `_decayed` and its name to `LRSchedulerConfig.decay_type` in `config/schema.py`. Next:
-`grad_norm.py`.
+`fsdp/grad_norm.py`.
 """
 
 from __future__ import annotations

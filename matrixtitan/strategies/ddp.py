@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from matrixtitan.fsdp import InitRows
-from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
 from matrixtitan.strategies.base import DataParallel

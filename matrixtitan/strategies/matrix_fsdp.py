@@ -6,12 +6,10 @@ scalar over the shard group, since replicas hold the same gradients. Next: `fsdp
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from matrixtitan.fsdp import InitRows, MatrixFSDP
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.strategies.base import DataParallel
 
@@ -23,13 +21,10 @@ class MatrixFSDPStrategy(DataParallel):
     are alive. False accumulates full gradients on every rank, and reduces once a step.
     """
 
-    def __init__(
-        self, runtime: MatrixFSDP, device: torch.device, *, reduce_each_microbatch: bool = True
-    ) -> None:
+    def __init__(self, runtime: MatrixFSDP, *, reduce_each_microbatch: bool = True) -> None:
         self.model = runtime.model
         self.plan = runtime.plan
         self._runtime = runtime
-        self._device = device
         self._reduce_each_microbatch = reduce_each_microbatch
 
     def materialize(self, init_rows: InitRows | None) -> None:
@@ -47,10 +42,7 @@ class MatrixFSDPStrategy(DataParallel):
         optimizers.step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        # `.grad` is on the sharded parameters
-        self._runtime.reshard()
-        gradients = [p.tensor.grad for p in self.stepped_parameters() if p.tensor.grad is not None]
-        return clip_grad_norm_(gradients, max_norm, self._runtime.shard_group, device=self._device)
+        return self._runtime.clip_grad_norm_(max_norm)
 
     def close(self) -> None:
         self._runtime.close()

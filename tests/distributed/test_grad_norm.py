@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from tests.lib.distributed import run_distributed
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.optim import SOAP, Muon, Shampoo
-from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.newton_schulz import make_newton_schulz, orthogonalize_one
 from tests.lib.forced_form import forced_form
 from tests.lib.references import assert_orthogonal

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.optim import SOAP, Muon, Shampoo, newton_schulz
 from matrixtitan.optim.cpu.onednn import OneDnn
 from matrixtitan.optim.cpu.strips import Strips
-from matrixtitan.optim.grad_norm import clip_grad_norm_
 from matrixtitan.optim.newton_schulz import iterate, make_newton_schulz, normalize
 from matrixtitan.optim.products import WHOLE, Choice, Products
 from tests.lib.forced_form import forced_form

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from matrixtitan.optim.grad_norm import clip_grad_norm_
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 
 
 def test_equals_torch_within_rounding() -> None:

@@ -55,7 +55,7 @@ EXTRA_RULES = {
     "models": {"models"},
 }
 """Prefix -> the only project modules that it may import."""
-AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "grad_norm", "lr_schedule")}
+AROUND_OPTIMIZERS = {f"matrixtitan.optim.{name}" for name in ("build", "lr_schedule")}
 """What of optim is for the trainer. The rest, the optimizers, can be lifted out."""
 PURE = [
     f"matrixtitan.{name}"

@@ -71,7 +71,7 @@ OPTIM = Lift(
         "tests/unit/test_optim_muon.py",
         "tests/unit/test_optim_factors.py",
     ),
-    left_out=("build.py", "grad_norm.py", "lr_schedule.py"),
+    left_out=("build.py", "lr_schedule.py"),
     absent=("matrixtitan.config", "matrixtitan.fsdp", "matrixtitan.trainer", "models"),
     selected=("tests/unit/test_optim_muon.py", "tests/unit/test_optim_factors.py"),
 )
