@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from matrixtitan.checkpoint.row_segment import RowSegment
 from matrixtitan.checkpoint.state import Tensors
+from matrixtitan.fsdp.row_segment import RowSegment
 
 
 class HostStager:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.checkpoint.errors import CheckpointError
-from matrixtitan.checkpoint.row_segment import RowSegment, local_rows
+from matrixtitan.fsdp.row_segment import RowSegment, local_rows
 from matrixtitan.optim.build import StateTensor
 from matrixtitan.plan.local_param import LocalParam
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from matrixtitan.checkpoint import Checkpointer, TrainState
-from matrixtitan.checkpoint.row_segment import RowSegment
 from matrixtitan.checkpoint.stager import HostStager
+from matrixtitan.fsdp.row_segment import RowSegment
 from tests.lib.checkpoint_fakes import FakeRun, run_config
 
 pytestmark = [

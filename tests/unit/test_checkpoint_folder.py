@@ -14,8 +14,8 @@ import torch
 from matrixtitan.checkpoint import folder as folders
 from matrixtitan.checkpoint.config_changes import changed_keys
 from matrixtitan.checkpoint.preemption import Preemption
-from matrixtitan.checkpoint.row_segment import RowSegment, local_rows
 from matrixtitan.checkpoint.stager import HostStager
+from matrixtitan.fsdp.row_segment import RowSegment, local_rows
 
 
 def make(folder: Path, name: str, mark: str = "") -> Path:
@@ -251,3 +251,9 @@ def test_preemption_gives_the_signals_back() -> None:
     assert preemption.received
     preemption.close()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_row_segment_of_no_rows_writes_and_reads_nothing() -> None:
+    segment = RowSegment(torch.zeros(0, 3), (4, 3), 0)
+    assert segment.__create_write_items__("weight", segment) == []
+    assert segment.__create_chunk_list__() == []

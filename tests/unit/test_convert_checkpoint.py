@@ -22,7 +22,6 @@ from torch import Tensor
 
 from matrixtitan.checkpoint import Checkpointer
 from matrixtitan.checkpoint.reading import CONFIG_FILE, META_FILE
-from matrixtitan.checkpoint.row_segment import RowSegment
 from matrixtitan.checkpoint.writing import write_checkpoint
 from matrixtitan.config import CheckpointConfig, Config, JobConfig, ModelConfig, TrainingConfig
 from matrixtitan.data.tokenizer import (
@@ -43,6 +42,7 @@ from matrixtitan.export import (
 )
 from matrixtitan.export.tokenizer import write_tokenizer
 from matrixtitan.export.weights import model_of
+from matrixtitan.fsdp.row_segment import RowSegment
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.tools.convert_checkpoint import main
 from models.layers import RopeScaling

@@ -2,14 +2,14 @@
 
 A RowSegment is a tensor of the full shape without storage of its own. It answers DCP's
 checkpointable protocol (methods with double underscores, which DCP looks up by name) with the rows
-that this rank holds. It supports no arithmetic and no copy. DTensors sharded by rows become
-RowSegments too, so only one kind of chunk is staged, written and read. Next: `state.py`.
+that this rank holds, and with no chunk where it holds none. It supports no arithmetic and no copy.
+Next: `state_dict.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,9 +21,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+CONVERSIONS = frozenset({"to", "cpu", "cuda", "type", "contiguous", "clone", "detach", "numpy"})
+"""Methods of Tensor that copy or convert."""
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation} on a RowSegment: it only describes rows to save or load; use its .rows, "
+        "torch.distributed.checkpoint.save for a whole state dict, or handle.state_dict(full=True) "
+        "on what fully_shard returned for full tensors"
+    )
+
 
 class RowSegment(Tensor):
-    """Rows [start, start + n) of a tensor of shape `full_shape`.
+    """Rows [start, start + n) of a tensor of shape `full_shape`; n may be 0.
 
     `rows` has shape (n, *full_shape[1:]), and is shared, not copied. A load writes into it in
     place.
@@ -56,10 +67,23 @@ class RowSegment(Tensor):
         return f"RowSegment(rows [{self.start}, {stop}) of {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # a conversion that has nothing to do returns its argument without a dispatch
+        if getattr(func, "__name__", None) in CONVERSIONS:
+            _refuse(f"Tensor.{func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"{func} on a RowSegment: it only describes rows to save or load; use its .rows"
-        )
+        _refuse(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling (torch.save)")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("copy.deepcopy")
 
     @property
     def _chunk(self) -> ChunkStorageMetadata:
@@ -67,6 +91,8 @@ class RowSegment(Tensor):
         return ChunkStorageMetadata(offsets=offsets, sizes=self.rows.shape)
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        if not self.rows.shape[0]:
+            return []
         chunk = self._chunk
         data = TensorWriteData(
             chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
@@ -74,7 +100,7 @@ class RowSegment(Tensor):
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk]
+        return [self._chunk] if self.rows.shape[0] else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if index.offset is not None and index.offset != self._chunk.offsets:
