@@ -22,9 +22,9 @@ from matrixtitan.config.checks import problems_with_fsdp2
 from matrixtitan.fsdp import InitRows
 from matrixtitan.fsdp.api import ReshardAfterForward, make_transports
 from matrixtitan.fsdp.transports import Transport
+from matrixtitan.optim.base import MatrixOptimizer
 from matrixtitan.optim.build import Optimizers
 from matrixtitan.optim.grad_norm import clip_grad_norm_
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec
