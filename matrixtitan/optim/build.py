@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
+from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.rules import AdamWRule, Rule
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, as_matrices
 from matrixtitan.optim.batching import batch_indices, orthogonalize
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, as_matrices
 from matrixtitan.optim.newton_schulz import NewtonSchulz, make_newton_schulz
 from matrixtitan.rules.muon import Coefficients, MuonRule
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from zlib import crc32
 
-from matrixtitan.optim.matrix_optimizer import check_count
+from matrixtitan.optim.base import check_count
 from matrixtitan.optim.matrix_roots import DecompositionError
 
 logger = logging.getLogger("matrixtitan")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup, named_params
+from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, named_params
 from matrixtitan.optim.matrix_roots import DecompositionError, inverse_root
 from matrixtitan.optim.newton_schulz import normalize
 from matrixtitan.optim.refresh import FailureCount, refresh_offset

@@ -23,8 +23,8 @@ from matrixtitan.fsdp import InitRows
 from matrixtitan.fsdp.api import ReshardAfterForward, make_transports
 from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.fsdp.transports import Transport
+from matrixtitan.optim.base import MatrixOptimizer
 from matrixtitan.optim.build import Optimizers
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer
 from matrixtitan.optim.muon import Muon
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.shard import ParamSpec

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from matrixtitan.optim.base import ParamGroup, as_matrices, named_params
 from matrixtitan.optim.batching import batch_indices, orthogonalize
-from matrixtitan.optim.matrix_optimizer import ParamGroup, as_matrices, named_params
 from matrixtitan.optim.muon import (
     Muon,
     learning_rate_scale,

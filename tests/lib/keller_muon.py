@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from matrixtitan.optim import Muon
-from matrixtitan.optim.matrix_optimizer import ParamGroup
+from matrixtitan.optim.base import ParamGroup
 from matrixtitan.optim.muon import learning_rate_scale, momentum_update
 from tests.lib.references import QUINTIC
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from matrixtitan.checkpoint.state import optimizer_tensors
 from matrixtitan.config import ConfigError, help_text, load_config, to_toml
 from matrixtitan.config.checks import problems_with_fsdp2
+from matrixtitan.optim.base import MatrixOptimizer, ParamGroup
 from matrixtitan.optim.build import build_optimizers
-from matrixtitan.optim.matrix_optimizer import MatrixOptimizer, ParamGroup
 from matrixtitan.options import key
 from matrixtitan.parallelize import plan_settings
 from matrixtitan.plan.cost import block_cost
