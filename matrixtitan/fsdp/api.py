@@ -38,6 +38,7 @@ from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
+from matrixtitan.fsdp.state_dict import install_hooks
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, Unit
@@ -138,6 +139,7 @@ def fully_shard(
         check_order=order_check(groups, device, [unit.name for unit in built]),
         mp_policy=mp_policy,
     )
+    install_hooks(param for unit in built for param in unit.params)
     return MatrixFSDP(model, plan, built, schedule, communication, groups.shard)
 
 
