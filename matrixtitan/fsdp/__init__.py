@@ -12,6 +12,7 @@ The package imports torch and `matrixtitan.plan` only, so that it can be lifted 
 | buffers: their layout, who frees them and when | `buffers.py`, `streams.py` |
 | the global gradient norm and clipping | `grad_norm.py` |
 | the messages of each transport | `transports.py`, `ring.py`, `background.py` |
+| state dicts: rows for DCP, full tensors on rank 0 | `state_dict.py`, `row_segment.py` |
 | checks of arguments, model and plan; agreement between ranks | `assignment.py`, `agreement.py` |
 
 To add a transport: write a subclass of `Transport` (`transports.py`), and register its name, price

@@ -41,6 +41,7 @@ from matrixtitan.fsdp.hooks import Schedule, UnitState
 from matrixtitan.fsdp.mixed_precision import MixedPrecisionPolicy
 from matrixtitan.fsdp.param import ShardedParam
 from matrixtitan.fsdp.roles import Decision, decide, doubt
+from matrixtitan.fsdp.state_dict import install_hooks
 from matrixtitan.fsdp.streams import Channel
 from matrixtitan.fsdp.transports import Transport, ranks_on_this_machine, transport_class
 from matrixtitan.fsdp.unit import Communication, Unit
@@ -159,6 +160,7 @@ def fully_shard(
         check_order=order_check(groups, device, [unit.name for unit in built]),
         mp_policy=mp_policy,
     )
+    install_hooks(param for unit in built for param in unit.params)
     sharded = MatrixFSDP(model, plan, built, schedule, communication, groups.shard, decisions)
     if report and is_first:
         print(sharded.summary(), file=sys.stderr)

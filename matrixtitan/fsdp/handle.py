@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.fsdp.hooks import Schedule
 from matrixtitan.fsdp.roles import Decision, summary
+from matrixtitan.fsdp.state_dict import gather_state_dict, load_state_dict
 from matrixtitan.fsdp.unit import Communication, InitRows, Unit
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.matrix_form import MatrixForm
@@ -133,6 +134,28 @@ class MatrixFSDP:
         return clip_grad_norm_(
             gradients, max_norm, self.shard_group, device=self._communication.device
         )
+
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
+        """The model's state dict, for torch.distributed.checkpoint or as full tensors.
+
+        full: False is `model.state_dict()`, with a RowSegment for each sharded parameter. True
+            gives full tensors in stored dtype on the CPU of rank 0 of the first replica, and {} on
+            the other ranks. All ranks must call it then. Parameters travel one at a time.
+        """
+        if not full:
+            return self.model.state_dict()
+        return gather_state_dict(self.model, self._communication, self.shard_group)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], from_rank_0: bool = False) -> None:
+        """Load a state dict of either form on all ranks.
+
+        from_rank_0: only rank 0 of the first replica has `state_dict`, with full tensors. Rows
+            travel one parameter at a time, and the other ranks' `state_dict` is not read.
+
+        Raises ValueError where this rank's state dict has missing keys, unexpected keys or other
+        shapes, and RuntimeError where another rank's has. Nothing is loaded then.
+        """
+        load_state_dict(self.model, state_dict, self._communication, self.shard_group, from_rank_0)
 
     def close(self) -> None:
         """Stop the transports' threads.

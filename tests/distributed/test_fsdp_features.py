@@ -380,7 +380,7 @@ def state_dict_reloaded(replicas: int) -> None:
     model(*my_share(7))
     rows = source.state_dict()
     for local in sharded_source.local_parameters():
-        assert rows[local.fqn].shape == local.tensor.shape
+        assert rows[local.fqn].rows.shape == local.tensor.shape
     model.load_state_dict(rows)
     train_in_step(sharded, plain)
 

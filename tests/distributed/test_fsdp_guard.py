@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from matrixtitan.fsdp import fully_shard
+from matrixtitan.fsdp.grad_norm import clip_grad_norm_
 from matrixtitan.fsdp.handle import MatrixFSDP
 from matrixtitan.fsdp.hooks import Call
-from matrixtitan.optim.grad_norm import clip_grad_norm_
 from tests.lib.distributed import run_distributed
 from tests.lib.toy import Toy, batch, make_toy, toy_units
 
