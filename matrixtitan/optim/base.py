@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.options import Range
+from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.rules.base import Rule, StateSpec
 
 ParamGroup = dict[str, Any]
@@ -28,7 +29,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
 
     Every slice of a stack is a matrix of its own. Where `cuts_blocks`, a group's `block_rows` cuts
     each of its matrices into blocks of so many rows (attention heads), which are matrices of their
-    own too. Tensors with zero rows (another rank owns the parameter) are passed over.
+    own too, and a group's `form` says which matrices lie in each of its parameters. Another class
+    steps a fused or transposed parameter as the one matrix that is stored, and refuses one of four
+    or more dimensions. Tensors with zero rows (another rank owns the parameter) are passed over.
     """
 
     cuts_blocks: ClassVar[bool] = False
@@ -53,17 +56,20 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                     "into blocks of rows: leave it out"
                 )
         for name, param in named_params(group):
-            if param.ndim not in (2, 3):
+            if param.ndim not in (2, 3) and not (self.cuts_blocks and param.ndim > 3):
                 raise ValueError(
                     f"{name} has shape {tuple(param.shape)}; {type(self).__name__} takes matrices "
                     "(R, C) and stacks of them (E, R, C): give it to AdamW"
                 )
             if param.is_complex():
                 raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
-            if block_rows is not None and param.ndim == 2 and param.size(0) % block_rows:
+            plain = param.ndim == 2 and not form_of(group).transposed
+            if block_rows is not None and plain and param.size(0) % block_rows:
                 raise ValueError(
                     f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows"
                 )
+            if self.cuts_blocks and param.numel():
+                check_form(name, param, block_rows, form_of(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -181,6 +187,45 @@ def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
     if tensor.ndim == 2 and block_rows is not None and block_rows != tensor.size(0):
         return tensor.unflatten(0, (-1, block_rows))
     return tensor
+
+
+def form_of(group: ParamGroup) -> MatrixForm:
+    """The group's `form`; by default each parameter is one matrix or a stack of them."""
+    form: MatrixForm = group.get("form", MatrixForm())
+    return form
+
+
+def cut_matrices(tensor: Tensor, block_rows: int | None, form: MatrixForm) -> list[Tensor]:
+    """The matrices (out, in), stacks (E, out, in) or blocks (B, rows, in) that lie in a parameter.
+
+    `join_matrices` is the inverse.
+    """
+    stored = tensor.flatten(1) if tensor.ndim > 3 else tensor
+    whole = stored.mT if form.transposed else stored
+    parts = whole.split(form.rows, dim=-2) if form.rows else (whole,)
+    return [as_matrices(part.contiguous(), block_rows) for part in parts]
+
+
+def join_matrices(parts: list[Tensor], shape: torch.Size, form: MatrixForm) -> Tensor:
+    """The parts of `cut_matrices` as one tensor of the stored `shape`."""
+    if len(shape) != 3:
+        parts = [part.flatten(0, -2) for part in parts]
+    whole = torch.cat(parts, dim=-2)
+    return (whole.mT if form.transposed else whole).reshape(shape)
+
+
+def check_form(name: str, param: Tensor, block_rows: int | None, form: MatrixForm) -> None:
+    """ValueError unless the matrices of `form` make up `param`."""
+    stored = tuple(param.flatten(1).shape) if param.ndim > 3 else tuple(param.shape)
+    out_features = stored[-1] if form.transposed else stored[-2]
+    if form.rows and (sum(form.rows) != out_features or min(form.rows) < 1):
+        raise ValueError(
+            f"{name}: the form's rows {form.rows} must be positive and add up to the "
+            f"{out_features} out features of its shape {tuple(param.shape)}"
+        )
+    blocked = form.rows or (out_features,)
+    if block_rows and len(stored) == 2 and any(rows % block_rows for rows in blocked):
+        raise ValueError(f"{name}: block_rows {block_rows} does not divide its rows {blocked}")
 
 
 def check_count(name: str, value: object) -> None:

@@ -13,9 +13,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, as_matrices
+from matrixtitan.optim.base import (
+    MatrixOptimizer,
+    ParamGroup,
+    as_matrices,
+    cut_matrices,
+    form_of,
+    join_matrices,
+)
 from matrixtitan.optim.batching import batch_indices, orthogonalize
 from matrixtitan.optim.newton_schulz import NewtonSchulz, make_newton_schulz
+from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.rules.muon import Coefficients, MuonRule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"]
@@ -31,9 +39,11 @@ class Muon(MatrixOptimizer):
     `scale` is "original", sqrt(max(1, R/C)); "match_rms_adamw", 0.2 sqrt(max(R, C))
     (https://arxiv.org/abs/2502.16982); or "spectral", sqrt(R/C) (https://arxiv.org/abs/2310.17813).
     R and C are those of the matrix that is orthogonalised: a slice of a stack, or a block where the
-    group has `block_rows`. `ns_coefficients` is "quintic", "polar_express", one triple for every
-    step, or a list of triples, one for each. For `ns_dtype` and `batch` see
-    `newton_schulz.NewtonSchulz`. ValueError for an option that `MuonRule` finds a problem in.
+    group has `block_rows`, or one of the matrices that the group's `form` finds in a parameter that
+    is fused, transposed or of four or more dimensions. `ns_coefficients` is "quintic",
+    "polar_express", one triple for every step, or a list of triples, one for each. For `ns_dtype`
+    and `batch` see `newton_schulz.NewtonSchulz`. ValueError for an option that `MuonRule` finds a
+    problem in.
     """
 
     cuts_blocks = True
@@ -81,6 +91,12 @@ class Muon(MatrixOptimizer):
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)
+        cut = [p for p in params if form_of(group) != MatrixForm() or p.ndim > 3]
+        for param in cut:
+            self._update_cut(param, group, settings)
+        params = [] if len(cut) == len(params) else [p for p in params if p.ndim <= 3]
+        if not params:
+            return
         shapes = [as_matrices(param, group["block_rows"]).shape for param in params]
         for indices in batch_indices(shapes, params[0].device):
             batch = [params[i] for i in indices]
@@ -92,6 +108,17 @@ class Muon(MatrixOptimizer):
                 updates.append(as_matrices(update, group["block_rows"]))
             for param, update in zip(batch, orthogonalize(updates, settings), strict=True):
                 _apply(param, update, group)
+
+    def _update_cut(self, param: Tensor, group: ParamGroup, settings: NewtonSchulz) -> None:
+        """One step of a parameter that its form cuts into matrices, each with its own scale."""
+        assert param.grad is not None
+        buffer = self.state[param]["momentum_buffer"]
+        update = momentum_update(param.grad, buffer, group["momentum"], group["nesterov"])
+        parts = orthogonalize(cut_matrices(update, group["block_rows"], form_of(group)), settings)
+        scaled = [part * learning_rate_scale(group["scale"], *part.shape[-2:]) for part in parts]
+        if group["weight_decay"]:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(join_matrices(scaled, param.shape, form_of(group)), alpha=-group["lr"])
 
 
 def momentum_update(grad: Tensor, buffer: Tensor, momentum: float, nesterov: bool) -> Tensor:
