@@ -87,7 +87,7 @@ class MatrixFSDP:
         ]
 
     def summary(self) -> str:
-        """The units, matrices and tails of the model, in a few lines of text; `print` shows the same."""
+        """The units, matrices and tails of the model, as text; `print` shows the same."""
         return summary(self.plan, [unit.name for unit in self.units], self._decisions)
 
     __str__ = summary
