@@ -91,7 +91,7 @@ class MatrixFSDP:
         ]
 
     def summary(self) -> str:
-        """The units, matrices and tails of the model, as text of a few lines; so does `print`."""
+        """The units, matrices and tails of the model, as text; `print` shows the same."""
         return summary(self.plan, [unit.name for unit in self.units], self._decisions)
 
     __str__ = summary

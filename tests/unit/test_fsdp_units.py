@@ -155,7 +155,7 @@ def test_units_that_share_a_weight_are_joined() -> None:
 
 
 def test_ignored_and_empty_parameters_are_not_sharded() -> None:
-    toy = make_toy()
+    toy: Any = make_toy()
     toy.norm.register_parameter("empty", nn.Parameter(torch.zeros(0, 16)))
     ignored = toy.blocks[1].up.weight
     sharded = fully_shard(toy, ignored_params=[ignored])
@@ -163,7 +163,7 @@ def test_ignored_and_empty_parameters_are_not_sharded() -> None:
     assert names == set(dict(toy.named_parameters())) - {"norm.empty", "blocks.1.up.weight"}
     toy(*batch(0)).backward()
     assert toy.blocks[1].up.weight is ignored
-    plain = make_toy()
+    plain: Any = make_toy()
     plain(*batch(0)).backward()
     torch.testing.assert_close(ignored.grad, plain.blocks[1].up.weight.grad)
 
