@@ -179,21 +179,18 @@ class Schedule:
         self._in_root_forward = True
 
     def _check_parameters(self) -> None:
-        """RuntimeError for a parameter that was added to the model or removed from it.
+        """RuntimeError for a parameter that was added to the model after fully_shard.
 
-        No gradient of an added parameter is reduced, so its values would drift between ranks. Only
-        a number is compared, since each forward pays for this. `ShardedParam.use_unsharded` sees a
-        replaced parameter.
+        None of its gradients is reduced, so its values would drift between ranks. Only a number is
+        compared, since each forward pays for this. `ShardedParam.use_unsharded` sees a replaced
+        parameter, and the order of units a removed module.
         """
-        if sum(1 for _ in self.root.parameters()) == len(self._names):
+        if sum(1 for _ in self.root.parameters()) <= len(self._names):
             return
-        names = [name for name, _ in self.root.named_parameters()]
-        added = [name for name in names if name not in self._names]
-        removed = [name for name in self._names if name not in names]
+        names = (name for name, _ in self.root.named_parameters())
         raise RuntimeError(
-            f"the model's parameters changed after fully_shard: added {added}, removed or tied to "
-            f"others {removed}. The runtime would neither shard nor reduce them; change the model "
-            "before fully_shard"
+            f"{', '.join(name for name in names if name not in self._names)} came into the model "
+            "after fully_shard, which would neither shard nor reduce it; add it before"
         )
 
     def _pre_forward(

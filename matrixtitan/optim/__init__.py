@@ -5,7 +5,8 @@
 """
 
 from matrixtitan.optim.muon import Muon
+from matrixtitan.optim.one_optimizer import matrix_optimizer
 from matrixtitan.optim.shampoo import Shampoo
 from matrixtitan.optim.soap import SOAP
 
-__all__ = ["SOAP", "Muon", "Shampoo"]
+__all__ = ["SOAP", "Muon", "Shampoo", "matrix_optimizer"]

@@ -132,12 +132,6 @@ def added_parameter() -> None:
     model(batch(0)[0])
 
 
-def removed_parameter() -> None:
-    model, _ = sharded_toy()
-    model.blocks[0].up.weight = model.blocks[1].up.weight
-    model(batch(0)[0])
-
-
 def torch_clip() -> None:
     torch.nn.utils.clip_grad_norm_(sharded_toy(backward=True)[0].parameters(), 1.0)
 
@@ -173,8 +167,7 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (register_hook, "embed.weight: register_hook .* use register_post_accumulate_grad_hook"),
     (hook_before, "embed.weight has a gradient hook"),
     (accumulate_hook_before, "embed.weight has a gradient hook"),
-    (added_parameter, r"added \['blocks.0.adapter.weight', 'blocks.0.adapter.bias'\]"),
-    (removed_parameter, r"removed or tied to others \['blocks.1.up.weight'\]"),
+    (added_parameter, r"blocks.0.adapter.weight, blocks.0.adapter.bias came into the model"),
     (torch_clip, "vector_norm of the gradient of .*; call clip_grad_norm_ of the handle"),
     (torch_clip_foreach, "_foreach_norm of the gradient of .*; call clip_grad_norm_ of the handle"),
     (grad_scaler, "GradScaler would .* in bfloat16"),
