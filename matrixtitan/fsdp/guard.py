@@ -24,14 +24,12 @@ PRODUCTS = frozenset(
     )
 )
 """Names of functions that use a weight as a layer does."""
-TRANSPOSES = (
-    Tensor.T.__get__,
-    Tensor.mT.__get__,
-    Tensor.H.__get__,
-    Tensor.mH.__get__,
-)
+ATTRIBUTES: Any = Tensor
+"""Tensor by its descriptors, which the stubs declare as values."""
+TRANSPOSES = tuple(getattr(ATTRIBUTES, name).__get__ for name in ("T", "mT", "H", "mH"))
 """A transpose is plain local rows, so the product that follows it could not be refused."""
-NORMS = frozenset(["vector_norm", "norm", "linalg_vector_norm", "_foreach_norm"])
+NORMS = frozenset(["vector_norm", "linalg_vector_norm", "_foreach_norm"])
+"""What clip_grad_norm_ of torch calls. `grad.norm()` passes: a matrix optimizer may want it."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -58,7 +56,7 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func == Tensor.data.__set__:
+            if func == ATTRIBUTES.data.__set__:
                 _check_data(args[0], args[1])
             operands = list(tensors_in((args, kwargs)))
             params = [tensor for tensor in operands if isinstance(tensor, ShardedParameter)]
