@@ -157,6 +157,35 @@ class MatrixFSDP:
         """
         load_state_dict(self.model, state_dict, self._communication, self.shard_group, from_rank_0)
 
+    @contextmanager
+    def full_parameters(self, writeback: bool = False) -> Iterator[None]:
+        """Hold all weights whole on every rank inside: to generate, evaluate or export.
+
+        All ranks enter and leave together. A forward inside communicates nothing, so that ranks may
+        run different numbers of forwards, and must run under `torch.no_grad()`. The modules hold
+        whole weights in compute dtype, and `model.state_dict()` inside gives those; what is kept of
+        it must be cloned, since the weights are freed at the end. Do not step an optimizer inside.
+        `writeback`: write changes of the whole weights, which must be alike on all ranks, into the
+        sharded parameters at the end, unless the body raises. Without it do not change weights
+        inside. ValueError for `writeback` where compute dtype differs from stored dtype: all
+        weights would be rounded. RuntimeError inside a forward or backward.
+        """
+        for unit in self.units:
+            if writeback and unit.compute_dtype != unit.stored_dtype:
+                raise ValueError(
+                    f"full_parameters(writeback=True) would round the weights of {unit.name} from "
+                    f"{unit.stored_dtype} to {unit.compute_dtype}; change the sharded parameters, "
+                    "or load a state dict, instead"
+                )
+        self._schedule.gather_whole(writeback)
+        try:
+            yield
+            if writeback:
+                for unit in self.units:
+                    unit.write_back()
+        finally:
+            self._schedule.free_whole()
+
     def close(self) -> None:
         """Stop the transports' threads.
 

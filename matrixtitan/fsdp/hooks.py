@@ -34,7 +34,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,9 @@ class Schedule:
         self.prefetch = prefetch
         self.max_reductions = max_reductions
         self.reduce_gradients = True
+        self.whole: Literal["no", "read", "write"] = "no"
+        """Whether all units stay gathered and the hooks are transparent. "write": what is written
+        into the weights then is kept."""
         self._check_order = check_order
         self._mp_policy = mp_policy
         self._recorded: list[UnitState] = []
@@ -144,12 +147,21 @@ class Schedule:
                         partial(self._post_forward, state), always_call=True
                     ),
                     module.register_state_dict_pre_hook(self._before_state_dict),
-                    module.register_load_state_dict_pre_hook(self._before_state_dict),
+                    module.register_load_state_dict_pre_hook(self._before_load_state_dict),
                 ]
         self._handles.append(self.root.register_forward_hook(self._root_post_forward))
 
     def _before_state_dict(self, *_: Any) -> None:
-        self.reshard()
+        if self.whole == "no":
+            self.reshard()
+
+    def _before_load_state_dict(self, *_: Any) -> None:
+        if self.whole == "read":
+            raise RuntimeError(
+                "load_state_dict inside full_parameters() would lose what it loads; use "
+                "full_parameters(writeback=True), or load outside"
+            )
+        self._before_state_dict()
 
     def reshard(self) -> None:
         """Free the weights of every gathered unit.
@@ -163,7 +175,40 @@ class Schedule:
 
     # --- forward -------------------------------------------------------------------------------
 
+    def gather_whole(self, writeback: bool) -> None:
+        """Gather every unit, and keep all gathered until `free_whole`."""
+        if self.whole != "no":
+            raise RuntimeError("full_parameters() is entered twice; leave it before entering again")
+        if self._in_backward or self._in_root_forward:
+            raise RuntimeError(
+                "full_parameters() is entered inside a forward or a backward, or after one that "
+                "raised; enter it between steps"
+            )
+        # an optimizer may have stepped since a forward left a unit gathered
+        self.reshard()
+        for state in self.states:
+            state.unit.finish_unshard()
+        self.whole = "write" if writeback else "read"
+
+    def free_whole(self) -> None:
+        """Free what `gather_whole` gathered."""
+        self.whole = "no"
+        self.reshard()
+
+    def _pass_through(self) -> bool:
+        """Whether the weights are whole; RuntimeError where a backward would follow."""
+        if self.whole == "no":
+            return False
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a forward inside full_parameters() cannot be followed by a backward; run it under "
+                "torch.no_grad()"
+            )
+        return True
+
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._pass_through():
+            return
         if self._in_backward:
             if _backward_is_running():
                 # a recomputation: the whole model is inside a checkpoint
@@ -196,6 +241,8 @@ class Schedule:
     def _pre_forward(
         self, state: UnitState, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
+        if self._pass_through():
+            return cast_floating((args, kwargs), self._mp_policy.param_dtype)
         unit = state.unit
         if state.in_backward:
             # Activation checkpointing around the unit recomputes its forward, which needs the
@@ -260,6 +307,8 @@ class Schedule:
         state.unit.finish_unshard()
 
     def _post_forward(self, state: UnitState, module: nn.Module, args: Any, output: Any) -> None:
+        if self.whole != "no":
+            return
         if module is self.root:
             # not in _root_post_forward: this hook runs also where forward raised
             self._in_root_forward = False
@@ -282,6 +331,8 @@ class Schedule:
             state.unit.reshard()
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.whole != "no":
+            return cast_floating(output, self._mp_policy.output_dtype)
         if self._in_backward:
             return None
         if self._order is None:

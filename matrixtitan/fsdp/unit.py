@@ -250,6 +250,18 @@ class Unit:
             self._transient.free()
         self.state = "sharded"
 
+    def write_back(self) -> None:
+        """Copy this rank's rows from the gathered weights into the sharded parameters.
+
+        Compute dtype and stored dtype must be equal: weights would be rounded otherwise.
+        """
+        assert self.compute_dtype == self.stored_dtype and self.state == "unsharded"
+        for param in self.params:
+            if param.segment is not None:
+                assert param.unsharded is not None
+                rows = param.unsharded.detach()[param.segment.start : param.segment.stop]
+                param.sharded.detach().copy_(rows)
+
     # --- gradients -----------------------------------------------------------------------------
 
     @property

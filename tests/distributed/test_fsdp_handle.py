@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from matrixtitan.fsdp import fully_shard
+from matrixtitan.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.lib.distributed import run_distributed
-from tests.lib.toy import batch, make_toy, share, toy_units
+from tests.lib.toy import batch, gathered_nbytes, make_toy, share, toy_units
 
 
 class Switch(nn.Module):
@@ -120,7 +120,55 @@ def used_with_a_gradient_of_negative_zeros() -> None:
         assert local.tensor.grad is not None, local.fqn
 
 
+def whole_weights() -> None:
+    """Inside full_parameters a rank runs forwards of its own; only writeback changes weights."""
+    rank = dist.get_rank()
+    model, plain = make_toy(), make_toy()
+    handle = fully_shard(model, units=toy_units())
+    tokens, labels = batch(0)
+    model(tokens, labels).backward()
+    gathers = []
+    for unit in handle.units:
+        start = unit.start_unshard
+        unit.start_unshard = lambda start=start: (gathers.append(1), start())  # type: ignore
+    with handle.full_parameters():
+        gathers.clear()
+        with torch.no_grad():
+            for _ in range(1 + rank):
+                assert torch.equal(model(tokens), plain(tokens))
+            assert torch.equal(model.blocks[rank](torch.ones(8)), plain.blocks[rank](torch.ones(8)))
+        assert not gathers, "a forward inside communicates nothing"
+        state = model.state_dict()
+        assert all(torch.equal(state[name], p) for name, p in plain.state_dict().items())
+        with pytest.raises(RuntimeError, match=r"run it under torch.no_grad\(\)"):
+            model(tokens)
+        with pytest.raises(RuntimeError, match="entered twice"), handle.full_parameters():
+            pass
+        with pytest.raises(RuntimeError, match="would lose what it loads"):
+            model.load_state_dict(state)
+    assert gathered_nbytes(handle) == 0
+    other = make_toy(seed=1)
+    with handle.full_parameters(writeback=True):
+        model.load_state_dict(other.state_dict())
+    wanted = dict(other.named_parameters())
+    for local in handle.local_parameters():
+        rows = wanted[local.fqn][local.start : local.start + len(local.tensor)]
+        assert torch.equal(local.tensor, rows), local.fqn
+    loss = model(tokens, labels)
+    loss.backward()
+    assert torch.equal(loss, other(tokens, labels)), "training goes on"
+
+    low = fully_shard(
+        make_toy(),
+        units=toy_units(),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
+    with pytest.raises(ValueError, match="would round"), low.full_parameters(writeback=True):
+        pass
+
+
 def all_at_two_ranks() -> None:
+    whole_weights()
     groups_and_clipping()
     unused_gradients()
     used_with_a_gradient_of_negative_zeros()
