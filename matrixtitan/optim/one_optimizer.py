@@ -77,39 +77,28 @@ class _MatrixAndTail(torch.optim.Optimizer):
         others = [p for p in tail_params if len(p.full_shape) > 1]
         vectors = [p for p in tail_params if len(p.full_shape) < 2]
         groups = [
-            {"name": "matrix", **rates, "params": [(p.fqn, p.tensor) for p in matrices]},
-            {"name": "tail", **tail, "params": [(p.fqn, p.tensor) for p in others]},
-            {
-                "name": "tail",
-                **tail,
-                "weight_decay": 0.0,
-                "params": [(p.fqn, p.tensor) for p in vectors],
-            },
+            {"name": "matrix", **rates, **_named(matrices)},
+            {"name": "tail", **tail, **_named(others)},
+            {"name": "tail", **tail, "weight_decay": 0.0, **_named(vectors)},
         ]
         self._built = False
         super().__init__(groups, {})
         self._built = True
-        arguments = {**rates, **rule.arguments()}
-        is_adamw = isinstance(rule, AdamWRule)
-        inner_groups = [
-            {"params": [(p.fqn, p.tensor)], **({} if is_adamw else _cut_options(p))}
-            for p in (matrices if not is_adamw else [])
-        ]
-        if is_adamw:
-            inner_groups = [{"params": [(p.fqn, p.tensor) for p in matrices]}]
-        merged: dict[Any, ParamGroup] = {}
-        for group in inner_groups:
-            key = (group.get("block_rows"), group.get("form"))
-            merged.setdefault(key, {**group, "params": []})["params"] += group["params"]
+        merged: dict[Any, list[LocalParam]] = {}
+        for param in matrices:
+            options = {} if isinstance(rule, AdamWRule) else _cut_options(param)
+            merged.setdefault(tuple(options.items()), []).append(param)
         self._inner: list[tuple[torch.optim.Optimizer, list[tuple[ParamGroup, ParamGroup]]]] = []
         outer = self.param_groups
         if matrices:
             cls = pkgutil.resolve_name(rule.optimizer)
-            optimizer = cls(list(merged.values()), **arguments)
+            inner = [{**dict(options), **_named(alike)} for options, alike in merged.items()]
+            optimizer = cls(inner, **rates, **rule.arguments())
             self._add(optimizer, [outer[0]] * len(merged))
         if tail_params:
-            pairs = [(g, list(named_params(g))) for g in outer[1:]]
-            adamw = torch.optim.AdamW([{"params": named} for _, named in pairs], **tail)
+            # the loop would be chosen for sharded parameters, which are a subclass of tensors
+            groups = [_named(others), _named(vectors)]
+            adamw = torch.optim.AdamW(groups, foreach=True, **tail)
             self._add(adamw, outer[1:])
 
     def _add(self, optimizer: torch.optim.Optimizer, outer: list[ParamGroup]) -> None:
@@ -200,6 +189,11 @@ class _MatrixAndTail(torch.optim.Optimizer):
             }
         for group, options in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in options.items() if k != "param_names"})
+
+
+def _named(params: list[LocalParam]) -> ParamGroup:
+    """The group's parameters; its names too where it has none, as torch wants of all or of none."""
+    return {"params": [p.tensor for p in params], "param_names": [p.fqn for p in params]}
 
 
 def _cut_options(param: LocalParam) -> ParamGroup:
