@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$root"
 ensure_environment requirements-dev.lock numpy tensorboard tiktoken tomli torchdata pytest \
-  pytest_timeout hypothesis ruff mypy transformers tokenizers safetensors accelerate peft build \
+  pytest_timeout hypothesis ruff mypy transformers tokenizers safetensors build \
   pyproject_hooks setuptools
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -gt 0 ]; then

@@ -139,9 +139,8 @@ def fully_shard(
         raise
     compare_plans(plan, groups, device)
     is_first = mesh is None or mesh.get_rank() == 0
-    if is_first:
-        for sentence in doubt(decisions):
-            warnings.warn(sentence, stacklevel=2)
+    if is_first and (warning := doubt(decisions)) is not None:
+        warnings.warn(warning, stacklevel=2)
 
     communication = _communication(groups, device, transport, gradient_reduction, timeout)
     built = [

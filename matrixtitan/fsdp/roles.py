@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -258,14 +258,16 @@ def layers_as_one(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def doubt(decisions: Mapping[str, Decision]) -> Iterator[str]:
-    """One sentence, where there are parameters that no rule knows."""
-    if names := doubtful_names(decisions):
-        yield (
-            f"fully_shard: {len(names)} weight(s) of an unknown kind go to the tail (AdamW): "
-            f"{', '.join(names)}; tail_patterns=[...] confirms that by name, and "
-            "matrix_patterns=[...] makes them matrices"
-        )
+def doubt(decisions: Mapping[str, Decision]) -> str | None:
+    """The warning about parameters that no rule knows; None where there are none."""
+    names = doubtful_names(decisions)
+    if not names:
+        return None
+    return (
+        f"fully_shard: {len(names)} weight(s) of an unknown kind go to the tail (AdamW): "
+        f"{', '.join(names)}; tail_patterns=[...] confirms that by name, and "
+        "matrix_patterns=[...] makes them matrices"
+    )
 
 
 def summary(plan: Plan, units: Sequence[str], decisions: Mapping[str, Decision]) -> str:

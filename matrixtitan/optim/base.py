@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.options import Range
+from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.rules.base import Rule, StateSpec
 
@@ -63,21 +64,13 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
                 )
             if param.is_complex():
                 raise ValueError(f"{name} is complex; {type(self).__name__} takes real matrices")
-            plain = param.ndim == 2 and not form_of(group).transposed
-            if block_rows is not None and plain and param.size(0) % block_rows:
-                raise ValueError(
-                    f"{name}: block_rows {block_rows} does not divide its {param.size(0)} rows"
-                )
             if self.cuts_blocks and param.numel():
                 check_form(name, param, block_rows, form_of(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns the result of `closure`, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for group in self.param_groups:
             ready = []
             for name, param in named_params(group):
@@ -175,6 +168,14 @@ def _new_state(spec: StateSpec, param: Tensor) -> Tensor:
     return eye.expand(spec.shape).clone(memory_format=torch.contiguous_format)
 
 
+def evaluate(closure: Callable[[], float] | None) -> float | None:
+    """What the closure of a step returns, with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def named_params(group: ParamGroup) -> list[tuple[str, Tensor]]:
     """A group's (name, parameter) pairs; "parameter i" where it was given without names."""
     params = group["params"]
@@ -187,6 +188,21 @@ def as_matrices(tensor: Tensor, block_rows: int | None) -> Tensor:
     if tensor.ndim == 2 and block_rows is not None and block_rows != tensor.size(0):
         return tensor.unflatten(0, (-1, block_rows))
     return tensor
+
+
+def block_rows_of(param: LocalParam) -> int | None:
+    """Rows of each matrix in a 2D parameter; None for a single matrix or a stack of them.
+
+    RuntimeError where only a part of a single matrix is here.
+    """
+    if len(param.full_shape) != 2 or param.block_rows == param.full_shape[0]:
+        if len(param.full_shape) == 2 and param.tensor.size(0) != param.full_shape[0]:
+            raise RuntimeError(
+                f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its "
+                "matrix must be whole"
+            )
+        return None
+    return param.block_rows
 
 
 def form_of(group: ParamGroup) -> MatrixForm:
@@ -223,9 +239,9 @@ def check_form(name: str, param: Tensor, block_rows: int | None, form: MatrixFor
             f"{name}: the form's rows {form.rows} must be positive and add up to the "
             f"{out_features} out features of its shape {tuple(param.shape)}"
         )
-    blocked = form.rows or (out_features,)
-    if block_rows and len(stored) == 2 and any(rows % block_rows for rows in blocked):
-        raise ValueError(f"{name}: block_rows {block_rows} does not divide its rows {blocked}")
+    for rows in form.rows or (out_features,):
+        if block_rows and len(stored) == 2 and rows % block_rows:
+            raise ValueError(f"{name}: block_rows {block_rows} does not divide its {rows} rows")
 
 
 def check_count(name: str, value: object) -> None:

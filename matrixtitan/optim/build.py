@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from matrixtitan.config import OptimizerConfig
-from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, named_params
+from matrixtitan.optim.base import MatrixOptimizer, ParamGroup, block_rows_of, named_params
 from matrixtitan.plan.local_param import LocalParam
 from matrixtitan.rules import AdamWRule, Rule
 
@@ -147,22 +147,10 @@ def _group_options(param: LocalParam, config: OptimizerConfig) -> ParamGroup:
             break
     options = {"name": param.role, "pattern": pattern, "lr": lr, "weight_decay": weight_decay}
     if is_matrix and config.name != "adamw":
-        options["block_rows"] = _block_rows(param)
+        options["block_rows"] = block_rows_of(param)
     else:
         options["fused"] = _takes_fused_adamw(param)
     return options
-
-
-def _block_rows(param: LocalParam) -> int | None:
-    """Rows of each matrix in a 2D parameter; None for a single matrix or a stack of them."""
-    if len(param.full_shape) != 2 or param.block_rows == param.full_shape[0]:
-        if len(param.full_shape) == 2 and param.tensor.size(0) != param.full_shape[0]:
-            raise RuntimeError(
-                f"{param.fqn}: {param.tensor.size(0)} of {param.full_shape[0]} rows are here; its "
-                "matrix must be whole"
-            )
-        return None
-    return param.block_rows
 
 
 def _build_matrix(groups: list[ParamGroup], config: OptimizerConfig) -> torch.optim.Optimizer:

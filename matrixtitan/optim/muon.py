@@ -91,12 +91,20 @@ class Muon(MatrixOptimizer):
 
     def update(self, params: list[Tensor], group: ParamGroup) -> None:
         settings = newton_schulz_of(group)
-        cut = [p for p in params if form_of(group) != MatrixForm() or p.ndim > 3]
+        if form_of(group) != MatrixForm():
+            plain, cut = [], params
+        else:
+            plain = [param for param in params if param.ndim <= 3]
+            cut = [param for param in params if param.ndim > 3]
         for param in cut:
             self._update_cut(param, group, settings)
-        params = [] if len(cut) == len(params) else [p for p in params if p.ndim <= 3]
-        if not params:
-            return
+        if plain:
+            self._update_plain(plain, group, settings)
+
+    def _update_plain(
+        self, params: list[Tensor], group: ParamGroup, settings: NewtonSchulz
+    ) -> None:
+        """One step of matrices, blocks and stacks as they are stored, equal shapes together."""
         shapes = [as_matrices(param, group["block_rows"]).shape for param in params]
         for indices in batch_indices(shapes, params[0].device):
             batch = [params[i] for i in indices]

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from matrixtitan.optim.base import ParamGroup, named_params
+from matrixtitan.optim.base import ParamGroup, block_rows_of, evaluate, named_params
 from matrixtitan.options import not_one_of
 from matrixtitan.plan.local_param import LocalParam
-from matrixtitan.plan.matrix_form import MatrixForm
 from matrixtitan.rules import RULES, AdamWRule, Rule
 
 TAIL_OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -139,10 +138,7 @@ class _MatrixAndTail(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. Returns the result of `closure`, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for optimizer, pairs in self._inner:
             for inner, outer in pairs:
                 inner.update({k: v for k, v in outer.items() if k in inner and k[:5] != "param"})
@@ -197,10 +193,5 @@ def _named(params: list[LocalParam]) -> ParamGroup:
 
 
 def _cut_options(param: LocalParam) -> ParamGroup:
-    """The options by which Muon cuts a parameter; a whole matrix is not cut into blocks."""
-    options: ParamGroup = {}
-    if len(param.full_shape) == 2 and param.block_rows != param.full_shape[0]:
-        options["block_rows"] = param.block_rows
-    if param.form != MatrixForm():
-        options["form"] = param.form
-    return options
+    """The options by which Muon cuts a parameter into its matrices."""
+    return {"block_rows": block_rows_of(param), "form": param.form}

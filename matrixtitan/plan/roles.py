@@ -23,28 +23,24 @@ def param_specs(
     *,
     tail_patterns: Sequence[str] = (),
     per_head_patterns: Mapping[str, int] | None = None,
-    embedding_fqns: Iterable[str] = (),
 ) -> list[ParamSpec]:
     """ParamSpecs in the order given.
 
-    2D and 3D parameters have the role "matrix", unless `tail_patterns` match their full name or
-    `embedding_fqns` contains it. Everything else is "tail". `per_head_patterns` maps a pattern to
-    the rows of one head: such a 2D matrix is orthogonalised head by head, and may be cut between
-    heads. Patterns are those of `fnmatch.fnmatchcase`. `unit_of` gives the unit of a full name.
+    2D and 3D parameters have the role "matrix", unless `tail_patterns` match their full name.
+    Everything else is "tail". `per_head_patterns` maps a pattern to the rows of one head: such a 2D
+    matrix is orthogonalised head by head, and may be cut between heads. Patterns are those of
+    `fnmatch.fnmatchcase`. `unit_of` gives the unit of a full name.
 
-    Raises ValueError for a pattern or name that matches nothing; for a per-head pattern that
+    Raises ValueError for a pattern that matches nothing; for a per-head pattern that
     matches a tail parameter, a parameter that is not 2D, or rows that the head does not divide; for
     a parameter that two per-head patterns match; and for a parameter that no unit holds.
     """
     params = [(fqn, tuple(shape), trainable) for fqn, shape, trainable in named_shapes]
     fqns = [fqn for fqn, _, _ in params]
     per_head = dict(per_head_patterns or {})
-    tails = set(embedding_fqns)
-    for name in sorted(tails - set(fqns)):
-        raise ValueError(f"embedding {name!r} is no parameter of the model{_near(name, fqns)}")
     for key, patterns in (("tail_patterns", tail_patterns), ("per_head_patterns", per_head)):
         check_patterns(key, patterns, fqns)
-    tails.update(fqn for fqn in fqns if any(fnmatchcase(fqn, p) for p in tail_patterns))
+    tails = {fqn for fqn in fqns if any(fnmatchcase(fqn, p) for p in tail_patterns)}
     specs = []
     for fqn, shape, trainable in params:
         role: Role = "matrix" if len(shape) in (2, 3) and fqn not in tails else "tail"

@@ -612,9 +612,8 @@ def heads_and_experts(replicas: int) -> None:
     specs = param_specs(
         [(fqn, tuple(param.shape), True) for fqn, param in model.named_parameters()],
         lambda fqn: unit_of(units, fqn),
-        tail_patterns=("head.weight",),
+        tail_patterns=("head.weight", "embed.weight"),
         per_head_patterns={"blocks.*.heads.weight": 4},
-        embedding_fqns=("embed.weight",),
     )
     shard_ranks = dist.get_world_size() // replicas
     planned = make_plan(specs, shard_ranks)

@@ -29,7 +29,7 @@ def _specs(**options: Any) -> dict[str, Any]:
 
 
 def test_roles_and_block_rows_follow_the_shape() -> None:
-    specs = _specs(tail_patterns=["head.*"], embedding_fqns=["tok_embeddings.weight"])
+    specs = _specs(tail_patterns=["head.*", "tok_embeddings.weight"])
     assert {fqn: (spec.role, spec.block_rows) for fqn, spec in specs.items()} == {
         "tok_embeddings.weight": ("tail", 1),
         "layers.0.attention.wq.weight": ("matrix", 64),
@@ -65,7 +65,7 @@ def test_units_come_from_a_mapping_or_a_function() -> None:
         ({"tail_patterns": ["layers.*.wqq.weight"]}, r"layers\.\*\.attention\.wq\.weight"),
         ({"tail_patterns": ["output.weight"]}, r"'output\.weight' matches no .*head\.output"),
         ({"per_head_patterns": {"layers.3.attention.wk": 16}}, r"per_head.*\*\.attention\.wk"),
-        ({"embedding_fqns": ["tok_embedding.weight"]}, r"near: tok_embeddings\.weight"),
+        ({"tail_patterns": ["tok_embedding.weight"]}, r"near: tok_embeddings\.weight"),
         ({"per_head_patterns": {"*.wk.weight": 24}}, r"24 rows do not divide the 32 rows"),
         ({"per_head_patterns": {"*.wk.weight": 0}}, r"0 rows do not divide"),
         ({"per_head_patterns": {"*.experts.*": 8}}, r"experts\.w1 of shape \(8, 128, 64\).*2D"),
